@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+#
+# Everything is set up on first use, in .venv: dependencies, then the build.
+# Variables: PYTHON (3.11), TORCH (what pip installs as torch), REPAGE_CUDA (AUTO, ON, OFF).
+
+PYTHON ?= python3.11
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+export PATH := $(abspath $(BIN)):$(PATH)
+export REPAGE_WERROR ?= ON
+
+SOURCES := CMakeLists.txt pyproject.toml $(wildcard csrc/*) $(wildcard repage/*.h)
+
+.PHONY: help setup demo test test-fast lint format wheel clean
+
+help:
+	@echo "make demo       a real vLLM engine, stock and packed, compared token for token; then served"
+	@echo "make test       every test that needs no GPU, on the real engine too (about half an hour)"
+	@echo "make test-fast  the tests that start no engine"
+	@echo "make lint       what pre-commit and CI check"
+	@echo "make format     rewrite sources the way lint wants them"
+	@echo "make wheel      build a wheel into dist/"
+
+$(VENV)/.dependencies: pyproject.toml tests/requirements/engine.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet -r tests/requirements/engine.txt
+	$(BIN)/pip install --quiet --no-deps -r tests/requirements/engine-no-deps.txt
+	$(BIN)/pip install --quiet --group build --group test --group lint
+	touch $@
+
+$(VENV)/.build: $(VENV)/.dependencies $(SOURCES)
+	$(BIN)/pip install --quiet --no-build-isolation --no-deps --editable .
+	touch $@
+
+setup: $(VENV)/.build
+
+demo: setup
+	$(BIN)/python -m repage.demo $(DEMO_ARGS)
+
+test: setup
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+test-fast: setup
+	$(BIN)/pytest -m "not engine" $(PYTEST_ARGS)
+
+lint: setup
+	$(BIN)/pre-commit run --all-files
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i repage/*.h csrc/*
+
+wheel: setup
+	$(BIN)/pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+
+clean:
+	rm -rf build dist .venv .cache

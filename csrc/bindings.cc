@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The boundary to Python: pointers, sizes, strides and a stream as integers.
+// Arguments were checked by the Python package, which is the only caller.
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <string>
+
+#include "csrc/page_table_cpu.h"
+#include "csrc/page_table_params.h"
+#include "repage/page_map.h"
+#ifdef REPAGE_WITH_CUDA
+#include "csrc/page_table_cuda.h"
+#endif
+
+namespace py = pybind11;
+
+namespace repage {
+namespace {
+
+// Python passes this ordinal for CPU memory.
+constexpr int32_t kCpu = -1;
+
+template <typename T>
+T* Pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+#ifdef REPAGE_WITH_CUDA
+#define REPAGE_DISPATCH(operation, params, device, stream)   \
+  do {                                                       \
+    if ((device) == kCpu) {                                  \
+      cpu::operation(params);                                \
+    } else {                                                 \
+      cuda::operation(params, cuda::Stream{device, stream}); \
+    }                                                        \
+  } while (false)
+#else
+#define REPAGE_DISPATCH(operation, params, device, stream)                                \
+  do {                                                                                    \
+    (void)(stream);                                                                       \
+    if ((device) != kCpu) throw py::value_error("this build of repage has no CUDA code"); \
+    cpu::operation(params);                                                               \
+  } while (false)
+#endif
+
+void BuildPageTable(const PageMap& map, uintptr_t block_table, int64_t block_table_row_stride,
+                    uintptr_t seq_lens, uintptr_t page_table, uintptr_t watermarks,
+                    int32_t num_rows, int32_t table_rows, int32_t block_columns, int32_t lookahead,
+                    int32_t device, uint64_t stream) {
+  const PageTableParams params{Pointer<const int32_t>(block_table),
+                               block_table_row_stride,
+                               Pointer<const int32_t>(seq_lens),
+                               Pointer<int32_t>(page_table),
+                               Pointer<int32_t>(watermarks),
+                               num_rows,
+                               table_rows,
+                               block_columns,
+                               lookahead,
+                               map};
+  REPAGE_DISPATCH(BuildPageTable, params, device, stream);
+}
+
+void BuildKvIndices(const PageMap& map, uintptr_t block_table, int64_t block_table_row_stride,
+                    uintptr_t kv_indptr, uintptr_t kv_indices, int64_t kv_indices_size,
+                    int32_t num_rows, int32_t block_columns, int32_t device, uint64_t stream) {
+  const KvIndicesParams params{Pointer<const int32_t>(block_table),
+                               block_table_row_stride,
+                               Pointer<const int32_t>(kv_indptr),
+                               Pointer<int32_t>(kv_indices),
+                               kv_indices_size,
+                               num_rows,
+                               block_columns,
+                               map};
+  REPAGE_DISPATCH(BuildKvIndices, params, device, stream);
+}
+
+void MapSlots(const PageMap& map, uintptr_t slot_mapping, uintptr_t virtual_slots,
+              int64_t num_slots, int32_t device, uint64_t stream) {
+  const SlotMapParams params{Pointer<const int64_t>(slot_mapping), Pointer<int64_t>(virtual_slots),
+                             num_slots, map};
+  REPAGE_DISPATCH(MapSlots, params, device, stream);
+}
+
+void LastPageLen(int32_t page_tokens, uintptr_t seq_lens, uintptr_t last_page_len, int64_t num_rows,
+                 int32_t device, uint64_t stream) {
+  const LastPageLenParams params{Pointer<const int32_t>(seq_lens), Pointer<int32_t>(last_page_len),
+                                 num_rows, MakeFastDivisor(page_tokens)};
+  REPAGE_DISPATCH(LastPageLen, params, device, stream);
+}
+
+BlockGeometry GeometryFromInts(int64_t num_blocks, int64_t block_tokens, int64_t num_heads,
+                               int64_t content_bytes, int64_t block_stride, int64_t head_stride,
+                               int64_t token_stride) {
+  return {num_blocks,   block_tokens, num_heads,   content_bytes,
+          block_stride, head_stride,  token_stride};
+}
+
+py::tuple Locate(const PageMap& map, int32_t token) {
+  const TokenLocation location = LocateToken(map, token);
+  return py::make_tuple(location.block_column, location.page_index, location.offset_in_page);
+}
+
+std::string Compiler() {
+#if defined(__clang__)
+  return std::string("clang ") + __clang_version__;
+#elif defined(__GNUC__)
+  return std::string("gcc ") + __VERSION__;
+#else
+  return "unknown";
+#endif
+}
+
+void BindPageMap(py::module_& module) {
+  py::enum_<PageMapStatus>(module, "PageMapStatus")
+      .value("OK", PageMapStatus::kOk)
+      .value("NON_POSITIVE_SIZE", PageMapStatus::kNonPositiveSize)
+      .value("NEGATIVE_STRIDE", PageMapStatus::kNegativeStride)
+      .value("TOO_MANY_TOKENS", PageMapStatus::kTooManyTokens)
+      .value("PAGE_DOES_NOT_DIVIDE", PageMapStatus::kPageDoesNotDivide)
+      .value("ADDRESS_OVERFLOW", PageMapStatus::kAddressOverflow);
+  py::enum_<Interior>(module, "Interior")
+      .value("NHC", Interior::kNHC)
+      .value("HNC", Interior::kHNC)
+      .value("HLNC", Interior::kHLNC);
+
+  py::class_<BlockGeometry>(module, "BlockGeometry")
+      .def(py::init(&GeometryFromInts), py::arg("num_blocks"), py::arg("block_tokens"),
+           py::arg("num_heads"), py::arg("content_bytes"), py::arg("block_stride"),
+           py::arg("head_stride"), py::arg("token_stride"))
+      .def_static("dense", &MakeDenseInterior, py::arg("interior"), py::arg("num_blocks"),
+                  py::arg("block_tokens"), py::arg("num_heads"), py::arg("content_bytes"),
+                  py::arg("block_stride"), py::arg("layers_in_block"))
+      .def_readonly("head_stride", &BlockGeometry::head_stride)
+      .def_readonly("token_stride", &BlockGeometry::token_stride)
+      .def("extent_bytes", &ExtentBytes)
+      .def("check", &CheckPageMap, py::arg("page_tokens"))
+      .def("page_map", &MakePageMap, py::arg("page_tokens"));
+
+  py::class_<PageMap>(module, "PageMap")
+      .def_readonly("block_step", &PageMap::block_step)
+      .def_readonly("page_step", &PageMap::page_step)
+      .def_readonly("page_stride", &PageMap::page_stride)
+      .def_readonly("num_virtual_pages", &PageMap::num_virtual_pages)
+      .def("page_id", &PageId, py::arg("block"), py::arg("index"))
+      .def("max_page_id", &MaxPageId)
+      .def("locate_token", &Locate, py::arg("token"))
+      .def("virtual_slot", &VirtualSlot, py::arg("slot"));
+}
+
+}  // namespace
+}  // namespace repage
+
+PYBIND11_MODULE(_core, module) {
+  using namespace repage;
+  module.doc() = "Compiled core of repage. Use the functions of the package instead.";
+  BindPageMap(module);
+  module.def("build_page_table", &BuildPageTable);
+  module.def("build_kv_indices", &BuildKvIndices);
+  module.def("map_slots", &MapSlots);
+  module.def("last_page_len", &LastPageLen);
+  module.attr("ROW_PARTS") = kRowParts;
+  module.attr("COMPILER") = Compiler();
+  module.attr("CUDA_ARCHITECTURES") = REPAGE_CUDA_ARCHITECTURES;
+#ifdef REPAGE_WITH_CUDA
+  module.attr("CUDA_VERSION") = cuda::RuntimeVersion();
+  py::register_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const cuda::CudaError& error) {
+      const py::object type = py::module_::import("repage.errors").attr("CudaLaunchError");
+      PyErr_SetString(type.ptr(), error.what());
+    }
+  });
+#else
+  module.attr("CUDA_VERSION") = py::none();
+#endif
+}

@@ -1,0 +1,110 @@
+from enum import IntEnum
+from typing import Final
+
+class PageMapStatus(IntEnum):
+    OK = ...
+    NON_POSITIVE_SIZE = ...
+    NEGATIVE_STRIDE = ...
+    TOO_MANY_TOKENS = ...
+    PAGE_DOES_NOT_DIVIDE = ...
+    ADDRESS_OVERFLOW = ...
+
+class Interior(IntEnum):
+    NHC = ...
+    HNC = ...
+    HLNC = ...
+
+class PageMap:
+    @property
+    def block_step(self) -> int: ...
+    @property
+    def page_step(self) -> int: ...
+    @property
+    def page_stride(self) -> int: ...
+    @property
+    def num_virtual_pages(self) -> int: ...
+    def page_id(self, block: int, index: int) -> int: ...
+    def max_page_id(self) -> int: ...
+    def locate_token(self, token: int) -> tuple[int, int, int]: ...
+    def virtual_slot(self, slot: int) -> int: ...
+
+class BlockGeometry:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_tokens: int,
+        num_heads: int,
+        content_bytes: int,
+        block_stride: int,
+        head_stride: int,
+        token_stride: int,
+    ) -> None: ...
+    @staticmethod
+    def dense(
+        interior: Interior,
+        num_blocks: int,
+        block_tokens: int,
+        num_heads: int,
+        content_bytes: int,
+        block_stride: int,
+        layers_in_block: int,
+    ) -> BlockGeometry: ...
+    @property
+    def head_stride(self) -> int: ...
+    @property
+    def token_stride(self) -> int: ...
+    def extent_bytes(self) -> int: ...
+    def check(self, page_tokens: int) -> PageMapStatus: ...
+    def page_map(self, page_tokens: int) -> PageMap: ...
+
+ROW_PARTS: Final[int]
+COMPILER: Final[str]
+CUDA_ARCHITECTURES: Final[str]
+CUDA_VERSION: Final[int | None]
+
+def build_page_table(
+    page_map: PageMap,
+    block_table: int,
+    block_table_row_stride: int,
+    seq_lens: int,
+    page_table: int,
+    watermarks: int,
+    num_rows: int,
+    table_rows: int,
+    block_columns: int,
+    lookahead: int,
+    device: int,
+    stream: int,
+    /,
+) -> None: ...
+def build_kv_indices(
+    page_map: PageMap,
+    block_table: int,
+    block_table_row_stride: int,
+    kv_indptr: int,
+    kv_indices: int,
+    kv_indices_size: int,
+    num_rows: int,
+    block_columns: int,
+    device: int,
+    stream: int,
+    /,
+) -> None: ...
+def map_slots(
+    page_map: PageMap,
+    slot_mapping: int,
+    virtual_slots: int,
+    num_slots: int,
+    device: int,
+    stream: int,
+    /,
+) -> None: ...
+def last_page_len(
+    page_tokens: int,
+    seq_lens: int,
+    last_page_len: int,
+    num_rows: int,
+    device: int,
+    stream: int,
+    /,
+) -> None: ...

@@ -1,0 +1,479 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernel page tables from manager block tables, on CPU and CUDA.
+
+Every operation is one launch on the current stream of its tensors' device (none when there is
+nothing to do), allocates nothing when `out` is given, and never waits for the device: CUDA graphs
+can capture it. CPU and CUDA give bit-identical results.
+
+Ids outside the pool map to the pages of block 0, vLLM's null block, so that a kernel never follows
+a wild pointer. That hides mistakes: with ``REPAGE_DEBUG=1``, or ``check_ids=True``, they raise
+instead. The check reads values back to the host, so it cannot be used during graph capture.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from repage import _core
+from repage._arguments import check_tensor, launch_target
+from repage.errors import GeometryError, PageIdError, ShapeError
+from repage.plan import PagePlan
+
+_INT32_MAX = 2**31 - 1
+
+
+def build_page_table(
+    block_table: torch.Tensor,
+    plan: PagePlan,
+    *,
+    seq_lens: torch.Tensor | None = None,
+    lookahead: int = 0,
+    out: torch.Tensor | None = None,
+    check_ids: bool | None = None,
+) -> torch.Tensor:
+    """Expand a manager block table into a 2-D kernel page table.
+
+    Parameters
+    ----------
+    block_table : torch.Tensor
+        int32 [R, W], manager block ids; the row stride is free, columns are dense.
+    plan : PagePlan
+        Pages of the layers that the table serves.
+    seq_lens : torch.Tensor or None, default None
+        int32 [R] on the same device, tokens per row; zero or less marks a padding row. None takes
+        every column as live.
+    lookahead : int, default 0
+        Tokens past `seq_lens` whose blocks are live too.
+    out : torch.Tensor or None, default None
+        int32 [R', W * r], R' >= R, contiguous, on the same device; allocated when None. Every
+        element is written.
+    check_ids : bool or None, default None
+        Raise for ids outside the pool. None follows ``REPAGE_DEBUG``.
+
+    Returns
+    -------
+    torch.Tensor
+        `out`. Row i holds ``page(block_table[i, k // r], k % r)`` in the columns of its live
+        blocks, ``ceil((seq_lens[i] + lookahead) / N)`` of them, and 0 in the others. Rows from R
+        on hold 0. Every entry is a valid id.
+
+    Raises
+    ------
+    DtypeError, DeviceError, ShapeError, ContiguityError
+        When a tensor does not fit the description above.
+    GeometryError
+        When page ids of the plan do not fit int32.
+    PageIdError
+        When ids are checked and one is outside the pool.
+    CudaUnavailableError
+        For CUDA tensors in a build without CUDA kernels.
+    """
+    rows, block_columns = _check_block_table(block_table, plan, seq_lens, lookahead)
+    columns = block_columns * plan.pages_per_block
+    if out is None:
+        out = torch.empty((rows, columns), dtype=torch.int32, device=block_table.device)
+    else:
+        check_tensor("out", out, torch.int32, 2, like=block_table, contiguous=True)
+        if out.shape[0] < rows or out.shape[1] != columns:
+            raise ShapeError(
+                f"out: expected at least {rows} rows of exactly {columns} columns "
+                f"({block_columns} blocks of {plan.pages_per_block} pages), "
+                f"got {tuple(out.shape)}"
+            )
+    if _checks_ids(check_ids):
+        _raise_for_block_ids(block_table, plan, _live_blocks(plan, seq_lens, lookahead))
+    _expand(plan, block_table, seq_lens, lookahead, out, out.shape[0], None)
+    return out
+
+
+def build_kv_indices(
+    block_table: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    plan: PagePlan,
+    *,
+    out: torch.Tensor | None = None,
+    check_ids: bool | None = None,
+) -> torch.Tensor:
+    """Build FlashInfer's ``paged_kv_indices`` straight from a manager block table.
+
+    Parameters
+    ----------
+    block_table : torch.Tensor
+        int32 [R, W], manager block ids; the row stride is free, columns are dense.
+    kv_indptr : torch.Tensor
+        int32 [R + 1] on the same device, contiguous, non-decreasing: where each row's pages begin
+        in the output. It need not begin at 0.
+    plan : PagePlan
+        Pages of the layers that the table serves.
+    out : torch.Tensor or None, default None
+        int32, one-dimensional, contiguous, on the same device. None allocates
+        ``kv_indptr[-1]`` elements, which waits for the device; pass it on hot paths.
+    check_ids : bool or None, default None
+        Raise for ids outside the pool. None follows ``REPAGE_DEBUG``.
+
+    Returns
+    -------
+    torch.Tensor
+        `out`, with ``out[kv_indptr[i] + k] = page(block_table[i, k // r], k % r)``. A row longer
+        than the table ends with page 0; what would lie past the output is dropped. Elements that
+        belong to no row are left as they are.
+
+    Raises
+    ------
+    DtypeError, DeviceError, ShapeError, ContiguityError
+        When a tensor does not fit the description above.
+    GeometryError
+        When page ids of the plan do not fit int32.
+    PageIdError
+        When ids are checked and one is outside the pool.
+    CudaUnavailableError
+        For CUDA tensors in a build without CUDA kernels.
+    """
+    rows, block_columns = _check_block_table(block_table, plan, None, 0)
+    check_tensor("kv_indptr", kv_indptr, torch.int32, 1, like=block_table, contiguous=True)
+    if kv_indptr.shape[0] != rows + 1:
+        raise ShapeError(
+            f"kv_indptr: expected {rows + 1} elements for {rows} rows of block_table, "
+            f"got {kv_indptr.shape[0]}"
+        )
+    if out is None:
+        size = max(int(kv_indptr[-1]), 0) if rows else 0
+        out = torch.zeros(size, dtype=torch.int32, device=block_table.device)
+    else:
+        check_tensor("out", out, torch.int32, 1, like=block_table, contiguous=True)
+    if _checks_ids(check_ids):
+        pages = kv_indptr[1:] - kv_indptr[:-1]
+        blocks = torch.div(
+            pages + plan.pages_per_block - 1, plan.pages_per_block, rounding_mode="floor"
+        )
+        _raise_for_block_ids(block_table, plan, blocks)
+    device, stream = launch_target(block_table)
+    _core.build_kv_indices(
+        plan.page_map,
+        block_table.data_ptr(),
+        block_table.stride(0),
+        kv_indptr.data_ptr(),
+        out.data_ptr(),
+        out.shape[0],
+        rows,
+        block_columns,
+        device,
+        stream,
+    )
+    return out
+
+
+def map_slots(
+    slot_mapping: torch.Tensor,
+    plan: PagePlan,
+    *,
+    out: torch.Tensor | None = None,
+    check_ids: bool | None = None,
+) -> torch.Tensor:
+    """Turn manager slots into slots of the virtual view.
+
+    Only for writers that must use kernel pages, because the format inside a page depends on its
+    size. A writer that goes token by token keeps the manager's view and slots.
+
+    Parameters
+    ----------
+    slot_mapping : torch.Tensor
+        int64 [T], contiguous: ``block * N + token``, negative for padding.
+    plan : PagePlan
+        Pages of the layer that is written.
+    out : torch.Tensor or None, default None
+        int64 [T], contiguous, on the same device; may be `slot_mapping`. Allocated when None.
+    check_ids : bool or None, default None
+        Raise for slots past the pool. None follows ``REPAGE_DEBUG``.
+
+    Returns
+    -------
+    torch.Tensor
+        `out`: ``page * P + offset``. Padding stays as it is; a slot past the pool becomes -1,
+        which writers skip.
+
+    Raises
+    ------
+    DtypeError, DeviceError, ShapeError, ContiguityError
+        When a tensor does not fit the description above.
+    PageIdError
+        When slots are checked and one is past the pool.
+    CudaUnavailableError
+        For CUDA tensors in a build without CUDA kernels.
+    """
+    check_tensor("slot_mapping", slot_mapping, torch.int64, 1, contiguous=True)
+    if out is None:
+        out = torch.empty_like(slot_mapping)
+    else:
+        check_tensor("out", out, torch.int64, 1, like=slot_mapping, contiguous=True)
+        if out.shape != slot_mapping.shape:
+            raise ShapeError(f"out: expected {slot_mapping.shape[0]} elements, got {out.shape[0]}")
+    if _checks_ids(check_ids):
+        slots = plan.geometry.num_blocks * plan.geometry.block_tokens
+        wrong = torch.nonzero(slot_mapping >= slots)
+        if wrong.numel():
+            position = int(wrong[0])
+            raise PageIdError(
+                f"slot_mapping: expected slots below {slots} ({plan.geometry.num_blocks} blocks "
+                f"of {plan.geometry.block_tokens} tokens), got {int(slot_mapping[position])} at "
+                f"[{position}]"
+            )
+    device, stream = launch_target(slot_mapping)
+    _core.map_slots(
+        plan.page_map,
+        slot_mapping.data_ptr(),
+        out.data_ptr(),
+        slot_mapping.shape[0],
+        device,
+        stream,
+    )
+    return out
+
+
+def last_page_len(
+    seq_lens: torch.Tensor, page_tokens: int, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Count the tokens in each sequence's last page (FlashInfer's ``paged_kv_last_page_len``).
+
+    Parameters
+    ----------
+    seq_lens : torch.Tensor
+        int32 [R], contiguous, tokens.
+    page_tokens : int
+        Tokens in a kernel page (P).
+    out : torch.Tensor or None, default None
+        int32 [R], contiguous, on the same device; may be `seq_lens`. Allocated when None.
+
+    Returns
+    -------
+    torch.Tensor
+        `out`: ``(seq_lens - 1) % P + 1``, and 0 for empty sequences.
+
+    Raises
+    ------
+    DtypeError, DeviceError, ShapeError, ContiguityError
+        When a tensor does not fit the description above.
+    GeometryError
+        When `page_tokens` is not in 1 .. 2**31 - 1.
+    CudaUnavailableError
+        For CUDA tensors in a build without CUDA kernels.
+    """
+    check_tensor("seq_lens", seq_lens, torch.int32, 1, contiguous=True)
+    if not isinstance(page_tokens, int) or not 1 <= page_tokens <= _INT32_MAX:
+        raise GeometryError(f"page_tokens: expected 1 .. 2**31 - 1, got {page_tokens!r}")
+    if out is None:
+        out = torch.empty_like(seq_lens)
+    else:
+        check_tensor("out", out, torch.int32, 1, like=seq_lens, contiguous=True)
+        if out.shape != seq_lens.shape:
+            raise ShapeError(f"out: expected {seq_lens.shape[0]} elements, got {out.shape[0]}")
+    device, stream = launch_target(seq_lens)
+    _core.last_page_len(
+        page_tokens, seq_lens.data_ptr(), out.data_ptr(), seq_lens.shape[0], device, stream
+    )
+    return out
+
+
+class PageTableBuffer:
+    """A kernel page table at one address, rebuilt in place for every batch.
+
+    CUDA graphs capture the address of a table, and kernels ask for tables exactly as wide as
+    their row stride; so the memory is allocated once. The buffer remembers what each row holds:
+    a build touches the live columns and those that the previous batch left behind, not the whole
+    width that ``max_model_len`` gives.
+
+    Parameters
+    ----------
+    plan : PagePlan
+        Pages of the layers that the table serves.
+    max_rows : int
+        Largest number of rows (R), vLLM's ``max_num_seqs``.
+    block_table_width : int
+        Columns of the manager block table (W).
+    device : torch.device
+        Where the tables live.
+    lookahead : int, default 0
+        Tokens past ``seq_lens`` whose blocks are live too.
+
+    Raises
+    ------
+    ShapeError
+        When a size is negative, or the table is too wide for int32 columns.
+    GeometryError
+        When page ids of the plan do not fit int32.
+    """
+
+    def __init__(
+        self,
+        plan: PagePlan,
+        max_rows: int,
+        block_table_width: int,
+        device: torch.device,
+        *,
+        lookahead: int = 0,
+    ) -> None:
+        for name, value in (("max_rows", max_rows), ("block_table_width", block_table_width)):
+            if value < 0:
+                raise ShapeError(f"{name}: expected at least 0, got {value}")
+        _check_lookahead(lookahead)
+        _check_page_ids(plan)
+        _check_width(plan, block_table_width)
+        self.plan = plan
+        self.lookahead = lookahead
+        self.block_table_width = block_table_width
+        columns = block_table_width * plan.pages_per_block
+        self.table = torch.zeros((max_rows, columns), dtype=torch.int32, device=device)
+        self._watermarks = torch.zeros(
+            (max_rows, _core.ROW_PARTS), dtype=torch.int32, device=device
+        )
+
+    def build(
+        self,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor | None = None,
+        *,
+        check_ids: bool | None = None,
+    ) -> torch.Tensor:
+        """Rebuild the table for one batch.
+
+        Parameters
+        ----------
+        block_table : torch.Tensor
+            int32 [R, W] on the buffer's device, R <= max_rows, W = block_table_width; the row
+            stride is free.
+        seq_lens : torch.Tensor or None, default None
+            int32 [R], tokens per row, as in `build_page_table`.
+        check_ids : bool or None, default None
+            Raise for ids outside the pool. None follows ``REPAGE_DEBUG``.
+
+        Returns
+        -------
+        torch.Tensor
+            int32 [R, W * r], the first R rows of `table`, contiguous. The buffer owns the memory;
+            it holds until the next build. The rows after them are 0.
+
+        Raises
+        ------
+        DtypeError, DeviceError, ShapeError, ContiguityError, PageIdError, CudaUnavailableError
+            As `build_page_table`.
+        """
+        check_tensor("block_table", block_table, torch.int32, 2, like=self.table)
+        rows, block_columns = _check_block_table(block_table, self.plan, seq_lens, self.lookahead)
+        max_rows = self.table.shape[0]
+        if rows > max_rows or block_columns != self.block_table_width:
+            raise ShapeError(
+                f"block_table: expected at most {max_rows} rows of exactly "
+                f"{self.block_table_width} columns, got {tuple(block_table.shape)}"
+            )
+        if _checks_ids(check_ids):
+            live = _live_blocks(self.plan, seq_lens, self.lookahead)
+            _raise_for_block_ids(block_table, self.plan, live)
+        _expand(
+            self.plan,
+            block_table,
+            seq_lens,
+            self.lookahead,
+            self.table,
+            max_rows,
+            self._watermarks,
+        )
+        return self.table[:rows]
+
+
+def _expand(
+    plan: PagePlan,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor | None,
+    lookahead: int,
+    page_table: torch.Tensor,
+    table_rows: int,
+    watermarks: torch.Tensor | None,
+) -> None:
+    device, stream = launch_target(block_table)
+    _core.build_page_table(
+        plan.page_map,
+        block_table.data_ptr(),
+        block_table.stride(0),
+        0 if seq_lens is None else seq_lens.data_ptr(),
+        page_table.data_ptr(),
+        0 if watermarks is None else watermarks.data_ptr(),
+        block_table.shape[0],
+        table_rows,
+        block_table.shape[1],
+        lookahead,
+        device,
+        stream,
+    )
+
+
+def _check_block_table(
+    block_table: torch.Tensor, plan: PagePlan, seq_lens: torch.Tensor | None, lookahead: int
+) -> tuple[int, int]:
+    check_tensor("block_table", block_table, torch.int32, 2, dense_last=True)
+    rows, block_columns = block_table.shape
+    _check_page_ids(plan)
+    _check_width(plan, block_columns)
+    _check_lookahead(lookahead)
+    if seq_lens is not None:
+        check_tensor("seq_lens", seq_lens, torch.int32, 1, like=block_table, contiguous=True)
+        if seq_lens.shape[0] != rows:
+            raise ShapeError(
+                f"seq_lens: expected one length for each of the {rows} rows of block_table, "
+                f"got {seq_lens.shape[0]}"
+            )
+    return rows, block_columns
+
+
+def _check_lookahead(lookahead: int) -> None:
+    if not 0 <= lookahead <= _INT32_MAX:
+        raise ShapeError(f"lookahead: expected 0 .. 2**31 - 1 tokens, got {lookahead}")
+
+
+def _check_page_ids(plan: PagePlan) -> None:
+    if plan.max_page_id > _INT32_MAX:
+        raise GeometryError(
+            f"plan: page tables hold int32 ids, but the largest page id is {plan.max_page_id}; "
+            "plan with KernelPageRules.max_page_index at most 2**31 - 1"
+        )
+
+
+def _check_width(plan: PagePlan, block_columns: int) -> None:
+    if block_columns * plan.pages_per_block > _INT32_MAX:
+        raise ShapeError(
+            f"block_table: {block_columns} columns of {plan.pages_per_block} pages are more than "
+            "2**31 - 1 columns"
+        )
+
+
+def _checks_ids(check_ids: bool | None) -> bool:
+    return os.environ.get("REPAGE_DEBUG") == "1" if check_ids is None else check_ids
+
+
+def _live_blocks(
+    plan: PagePlan, seq_lens: torch.Tensor | None, lookahead: int
+) -> torch.Tensor | None:
+    if seq_lens is None:
+        return None
+    size = plan.geometry.block_tokens
+    tokens = torch.where(seq_lens > 0, seq_lens.long() + lookahead, 0)
+    return torch.div(tokens + size - 1, size, rounding_mode="floor")
+
+
+def _raise_for_block_ids(
+    block_table: torch.Tensor, plan: PagePlan, live_blocks: torch.Tensor | None
+) -> None:
+    num_blocks = plan.geometry.num_blocks
+    outside = (block_table < 0) | (block_table >= num_blocks)
+    if live_blocks is not None:
+        columns = torch.arange(block_table.shape[1], device=block_table.device)
+        outside &= columns < live_blocks.unsqueeze(1)
+    wrong = torch.nonzero(outside)
+    if wrong.numel():
+        row, column = wrong[0].tolist()
+        raise PageIdError(
+            f"block_table: expected ids from 0 to {num_blocks - 1}, got "
+            f"{int(block_table[row, column])} at [{row}, {column}]; {wrong.shape[0]} such ids. "
+            "The table belongs to another pool, or holds stale columns"
+        )

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of all tests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+import repage
+
+# Fixtures like `device` do not change between examples; machines differ in speed.
+settings.register_profile(
+    "repage", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+settings.load_profile("repage")
+
+
+def _reason_without_gpu() -> str | None:
+    if not repage.build_info().cuda:
+        return "repage was built without CUDA kernels"
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = _reason_without_gpu()
+    if reason is None:
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Run a test for the CPU twins and for the CUDA kernels."""
+    return request.param
