@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <string>
+#include <type_traits>
 
 #include "csrc/page_table_cpu.h"
 #include "csrc/page_table_params.h"
@@ -102,6 +103,12 @@ py::tuple Locate(const PageMap& map, int32_t token) {
   return py::make_tuple(location.block_column, location.page_index, location.offset_in_page);
 }
 
+// The struct as it lies in memory, to pass by value to kernels launched from Python.
+py::bytes ToBytes(const PageMap& map) {
+  static_assert(std::is_trivially_copyable_v<PageMap>);
+  return py::bytes(reinterpret_cast<const char*>(&map), sizeof(map));
+}
+
 std::string Compiler() {
 #if defined(__clang__)
   return std::string("clang ") + __clang_version__;
@@ -146,7 +153,8 @@ void BindPageMap(py::module_& module) {
       .def("page_id", &PageId, py::arg("block"), py::arg("index"))
       .def("max_page_id", &MaxPageId)
       .def("locate_token", &Locate, py::arg("token"))
-      .def("virtual_slot", &VirtualSlot, py::arg("slot"));
+      .def("virtual_slot", &VirtualSlot, py::arg("slot"))
+      .def("to_bytes", &ToBytes);
 }
 
 }  // namespace

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 import repage
+from support import cuda_on_host
 
 # Fixtures like `device` do not change between examples; machines differ in speed.
 settings.register_profile(
@@ -33,7 +36,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    """Run a test for the CPU twins and for the CUDA kernels."""
+@pytest.fixture(scope="session")
+def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """Return the CUDA kernels compiled for the host."""
+    return cuda_on_host.compile_kernels(tmp_path_factory.mktemp("cuda_on_host"))
+
+
+@pytest.fixture(params=["cpu", "cuda-on-host", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run a test for the CPU twins, the CUDA kernels on the host, and the CUDA kernels."""
+    if request.param == "cuda-on-host":
+        library = request.getfixturevalue("host_kernels")
+        monkeypatch.setattr("repage.ops._core", cuda_on_host.HostKernels(library, threads=8))
+        return "cpu"
     return request.param

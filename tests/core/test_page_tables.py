@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 import repage
 from repage.errors import PageIdError
-from support import oracle
+from support import cuda_on_host, oracle
 from support.guarded import POISON, Guarded
 
 
@@ -290,3 +292,20 @@ def test_graphs_capture_a_build_and_replay_it_on_new_lengths() -> None:
         graph.replay()
         expected = oracle.page_table(ids, blocks, lengths, 640)
         assert np.array_equal(buffer.table.cpu().numpy(), expected)
+
+
+def test_kernels_on_the_host_use_every_thread_of_a_block(
+    host_kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launchers' own block size, which the other tests shorten for speed."""
+    kernels = cuda_on_host.HostKernels(host_kernels, threads=256)
+    monkeypatch.setattr("repage.ops._core", kernels)
+    buffer = repage.PageTableBuffer(qwen(), 2, 821, torch.device("cpu"))
+    rng = np.random.default_rng(5)
+    ids = np.arange(8)[:, None] * 120 + np.arange(10)
+    for lengths in ([821 * 640, 640], [641, 100_000], [0, 1]):
+        blocks = rng.integers(0, 8, (2, 821), dtype=np.int32)
+        seq_lens = np.array(lengths, dtype=np.int32)
+        buffer.build(torch.from_numpy(blocks), torch.from_numpy(seq_lens))
+        expected = oracle.page_table(ids, blocks, seq_lens, 640)
+        assert np.array_equal(buffer.table.numpy(), expected)
