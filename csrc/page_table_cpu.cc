@@ -9,21 +9,52 @@
 namespace repage::cpu {
 namespace {
 
-// Writes the pages of whole blocks, then of the part of a block that is left.
-void ExpandRow(const PageMap& map, const int32_t* row, int32_t columns, int32_t* out) {
+// Writes `columns` entries of one row, kLanes at a time: what runs past a block's
+// last page is written again by the next block. Lanes past a page may wrap, hence unsigned.
+template <int32_t kLanes>
+inline void ExpandRowInVectors(const PageMap& map, const int32_t* row, int32_t columns,
+                               int32_t* out) {
   const int32_t pages_per_block = map.pages_per_block.divisor;
   const int32_t page_step = static_cast<int32_t>(map.page_step);
-  const int32_t whole_blocks = map.pages_per_block.Quotient(columns);
-  for (int32_t block = 0; block < whole_blocks; ++block, out += pages_per_block) {
-    const int32_t first = FirstPageOfBlock(map, row[block]);
-    for (int32_t index = 0; index < pages_per_block; ++index) {
-      out[index] = first + index * page_step;
+  const int32_t rounded = (pages_per_block + kLanes - 1) / kLanes * kLanes;
+  uint32_t offsets[kLanes];
+  for (int32_t lane = 0; lane < kLanes; ++lane) {
+    offsets[lane] = static_cast<uint32_t>(lane) * static_cast<uint32_t>(page_step);
+  }
+  const uint32_t vector_step = kLanes * static_cast<uint32_t>(page_step);
+  const int32_t* const end = out + columns;
+  for (; end - out >= rounded; out += pages_per_block) {
+    uint32_t first = static_cast<uint32_t>(FirstPageOfBlock(map, *row++));
+    for (int32_t index = 0; index < pages_per_block; index += kLanes) {
+      for (int32_t lane = 0; lane < kLanes; ++lane) {
+        out[index + lane] = static_cast<int32_t>(first + offsets[lane]);
+      }
+      first += vector_step;
     }
   }
-  const int32_t rest = columns - whole_blocks * pages_per_block;
-  if (rest == 0) return;
-  const int32_t first = FirstPageOfBlock(map, row[whole_blocks]);
-  for (int32_t index = 0; index < rest; ++index) out[index] = first + index * page_step;
+  // The blocks near the end of the row have no room for whole vectors.
+  while (out < end) {
+    const int32_t first = FirstPageOfBlock(map, *row++);
+    const int32_t pages = static_cast<int32_t>(std::min<int64_t>(pages_per_block, end - out));
+    for (int32_t index = 0; index < pages; ++index) out[index] = first + index * page_step;
+    out += pages;
+  }
+}
+
+// Compiled once more for wider vectors and chosen at load time, where the compiler can.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define REPAGE_VECTOR_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define REPAGE_VECTOR_CLONES
+#endif
+
+REPAGE_VECTOR_CLONES
+void ExpandRow(const PageMap& map, const int32_t* row, int32_t columns, int32_t* out) {
+  if (map.pages_per_block.divisor <= 8) {
+    ExpandRowInVectors<8>(map, row, columns, out);
+  } else {
+    ExpandRowInVectors<16>(map, row, columns, out);
+  }
 }
 
 }  // namespace
