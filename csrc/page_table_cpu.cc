@@ -9,11 +9,19 @@
 namespace repage::cpu {
 namespace {
 
+// Compiled once more for wider vectors and chosen at load time, where the compiler can.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define REPAGE_VECTOR_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define REPAGE_VECTOR_CLONES
+#endif
+
+constexpr int32_t kLanes = 16;
+
 // Writes `columns` entries of one row, kLanes at a time: what runs past a block's
 // last page is written again by the next block. Lanes past a page may wrap, hence unsigned.
-template <int32_t kLanes>
-inline void ExpandRowInVectors(const PageMap& map, const int32_t* row, int32_t columns,
-                               int32_t* out) {
+REPAGE_VECTOR_CLONES
+void ExpandRow(const PageMap& map, const int32_t* row, int32_t columns, int32_t* out) {
   const int32_t pages_per_block = map.pages_per_block.divisor;
   const int32_t page_step = static_cast<int32_t>(map.page_step);
   const int32_t rounded = (pages_per_block + kLanes - 1) / kLanes * kLanes;
@@ -38,22 +46,6 @@ inline void ExpandRowInVectors(const PageMap& map, const int32_t* row, int32_t c
     const int32_t pages = static_cast<int32_t>(std::min<int64_t>(pages_per_block, end - out));
     for (int32_t index = 0; index < pages; ++index) out[index] = first + index * page_step;
     out += pages;
-  }
-}
-
-// Compiled once more for wider vectors and chosen at load time, where the compiler can.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define REPAGE_VECTOR_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define REPAGE_VECTOR_CLONES
-#endif
-
-REPAGE_VECTOR_CLONES
-void ExpandRow(const PageMap& map, const int32_t* row, int32_t columns, int32_t* out) {
-  if (map.pages_per_block.divisor <= 8) {
-    ExpandRowInVectors<8>(map, row, columns, out);
-  } else {
-    ExpandRowInVectors<16>(map, row, columns, out);
   }
 }
 
