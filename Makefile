@@ -10,6 +10,10 @@ BIN := $(VENV)/bin
 export PATH := $(abspath $(BIN)):$(PATH)
 export REPAGE_WERROR ?= ON
 
+# vLLM's CUDA package, of which the tests read and run the parts that need no GPU.
+VLLM_033 := $(VENV)/vllm-0.33.0
+export REPAGE_TEST_VLLM_033 := $(abspath $(VLLM_033))
+
 SOURCES := CMakeLists.txt pyproject.toml $(wildcard csrc/*) $(wildcard repage/*.h)
 
 .PHONY: help setup demo test test-fast lint format wheel clean
@@ -29,6 +33,7 @@ $(VENV)/.dependencies: pyproject.toml tests/requirements/engine.txt
 	$(BIN)/pip install --quiet -r tests/requirements/engine.txt
 	$(BIN)/pip install --quiet --no-deps -r tests/requirements/engine-no-deps.txt
 	$(BIN)/pip install --quiet --group build --group test --group lint
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $(VLLM_033) "vllm==0.33.0"
 	touch $@
 
 $(VENV)/.build: $(VENV)/.dependencies $(SOURCES)

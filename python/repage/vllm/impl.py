@@ -124,7 +124,7 @@ class RepagedWritingImpl(RepagedImpl):
         choice = self.repage_choice
         if choice is not None and kv_cache.numel():
             if choice is UNDECIDED:
-                _refuse_if_packed(self, kv_cache)
+                refuse_undecided(self, kv_cache)
             else:
                 pages = kernel_pages(kv_cache, choice)
                 kv_cache, slot_mapping = pages.view, repage.map_slots(slot_mapping, pages.plan)
@@ -169,14 +169,27 @@ def _view(
     impl: RepagedImpl, kv_cache: torch.Tensor, choice: PageChoice | _Undecided
 ) -> torch.Tensor:
     if choice is UNDECIDED:
-        _refuse_if_packed(impl, kv_cache)
+        refuse_undecided(impl, kv_cache)
         return kv_cache
     return kernel_pages(kv_cache, choice).view
 
 
-def _refuse_if_packed(impl: RepagedImpl, kv_cache: torch.Tensor) -> None:
-    dense = kv_cache.shape[1] * kv_cache.shape[2] * kv_cache.shape[3]
-    if kv_cache.stride(0) > dense:
+def refuse_undecided(impl: RepagedImpl, kv_cache: torch.Tensor) -> None:
+    """Raise for a packed cache whose pages no builder has decided on.
+
+    Parameters
+    ----------
+    impl : RepagedImpl
+        Named in the error.
+    kv_cache : torch.Tensor
+        vLLM's bound view, blocks first.
+
+    Raises
+    ------
+    RepagingRefusedError
+        When its blocks do not follow each other densely.
+    """
+    if kv_cache.stride(0) > kv_cache[0].numel():
         raise RepagingRefusedError(
             f"{type(impl).__name__}: got a packed cache of shape {tuple(kv_cache.shape)} with "
             f"block stride {kv_cache.stride(0)}, but no re-paged metadata builder has decided "

@@ -25,7 +25,7 @@ class KernelPages:
     plan : repage.PagePlan
         On this cache's geometry. Holds no memory.
     view : torch.Tensor
-        [num_virtual_pages, H, P, C] on the cache's storage.
+        [num_virtual_pages, H, P, C] on the cache's storage, without H where the cache has none.
     """
 
     plan: repage.PagePlan
@@ -38,7 +38,8 @@ def kernel_pages(kv_cache: torch.Tensor, choice: PageChoice) -> KernelPages:
     Parameters
     ----------
     kv_cache : torch.Tensor
-        vLLM's bound view of a layer, [B, H, N, C], not empty; any dtype and device.
+        vLLM's bound view of a layer, not empty; any dtype and device: [B, H, N, C], or [B, N, C]
+        for MLA, whose layers drop the head dimension (``mla_attention.py:750``, 0.33.0).
     choice : PageChoice
         The page of the layer's builder.
 
@@ -64,8 +65,11 @@ def kernel_pages(kv_cache: torch.Tensor, choice: PageChoice) -> KernelPages:
         pages = attached.get(choice.page_tokens)
         if pages is not None:
             return pages
-    plan = repage.plan_pages(repage.BlockGeometry.from_tensor(kv_cache), choice.rules)
-    pages = KernelPages(plan, repage.virtual_view(kv_cache.detach(), plan))
+    no_heads = kv_cache.dim() == 3
+    cache = kv_cache.detach().unsqueeze(1) if no_heads else kv_cache.detach()
+    plan = repage.plan_pages(repage.BlockGeometry.from_tensor(cache), choice.rules)
+    view = repage.virtual_view(cache, plan)
+    pages = KernelPages(plan, view.squeeze(1) if no_heads else view)
     if attached is None:
         attached = {}
         setattr(kv_cache, _ATTRIBUTE, attached)

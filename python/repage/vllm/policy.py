@@ -6,22 +6,11 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any
 
 from repage import KernelPageRules
 from repage.vllm import compat
 from repage.vllm.layouts import is_token_major
-
-
-class TableForm(Enum):
-    """What a builder's parent gets in place of the manager block table."""
-
-    PAGES = "pages"
-    """The 2-D kernel page table."""
-    MANAGER = "manager"
-    """The manager table itself: the family's builder writes page ids from it and the group's
-    plan (`RepagedBuilder.group_table`), as for a flat index list."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +65,10 @@ class BackendPolicy(ABC):
     writes_kernel_pages : bool
         True where the bytes inside a page depend on the page size, so that writes must use the
         pages that reads use; slot mappings are then translated.
-    table_form : TableForm
-        What the parent's builder gets as its block table.
     """
 
     name: str = "backend"
     writes_kernel_pages: bool = False
-    table_form: TableForm = TableForm.PAGES
 
     @abstractmethod
     def page_rules(self, context: PageContext) -> KernelPageRules | None:

@@ -12,7 +12,15 @@ from repage.vllm.settings import Settings
 
 # Member of vLLM's AttentionBackendEnum -> the class that takes its place. vLLM imports the class
 # where a model uses the backend.
-BACKENDS = {"CPU_ATTN": "repage.vllm.cpu_attn.RepagedCPUAttentionBackend"}
+BACKENDS = {
+    "CPU_ATTN": "repage.vllm.cpu_attn.RepagedCPUAttentionBackend",
+    "FLASHINFER": "repage.vllm.backends.RepagedFlashInferBackend",
+    "FLASH_ATTN": "repage.vllm.backends.RepagedFlashAttentionBackend",
+    "FLASHINFER_MLA": "repage.vllm.backends.RepagedFlashInferMLABackend",
+    "FLASHMLA": "repage.vllm.backends.RepagedFlashMLABackend",
+    "CUTLASS_MLA": "repage.vllm.backends.RepagedCutlassMLABackend",
+    "TURBOQUANT": "repage.vllm.backends.RepagedTurboQuantAttentionBackend",
+}
 
 
 def activate(settings: Settings) -> None:

@@ -113,18 +113,9 @@ class GroupTable:
             As `plan`.
         """
         plan = self.plan()
-        rows, width = block_table.shape
         seq_lens = _fitting(seq_lens, block_table)
-        if self._buffer is None and self._persistent:
-            self._buffer = repage.PageTableBuffer(
-                plan, max(self._max_rows, rows), width, self._device, lookahead=self.lookahead
-            )
-        buffer = self._buffer
-        if (
-            buffer is not None
-            and width == buffer.block_table_width
-            and rows <= buffer.table.shape[0]
-        ):
+        buffer = self._fitting_buffer(plan, block_table)
+        if buffer is not None:
             table = buffer.build(block_table, seq_lens)
         else:
             table = repage.build_page_table(
@@ -132,6 +123,33 @@ class GroupTable:
             )
         self._last = (block_table, seq_lens, table)
         return table
+
+    def unfilled(self, block_table: torch.Tensor) -> torch.Tensor:
+        """Return a table of the right shape for a parent that reads none of its entries.
+
+        Parameters
+        ----------
+        block_table : torch.Tensor
+            int32 [R, W], manager block ids.
+
+        Returns
+        -------
+        torch.Tensor
+            int32 [R, W * r], contiguous, all entries the null page. No launch.
+
+        Raises
+        ------
+        GeometryError, NoValidPageError
+            As `plan`.
+        """
+        plan = self.plan()
+        rows, width = block_table.shape
+        buffer = self._fitting_buffer(plan, block_table)
+        if buffer is not None:
+            return buffer.table[:rows]
+        return torch.zeros(
+            (rows, width * plan.pages_per_block), dtype=torch.int32, device=self._device
+        )
 
     def refresh(self) -> None:
         """Rewrite the last batch's page table in place from its manager table as it is now.
@@ -153,6 +171,20 @@ class GroupTable:
             repage.build_page_table(
                 block_table, self.plan(), seq_lens=seq_lens, lookahead=self.lookahead, out=table
             )
+
+    def _fitting_buffer(
+        self, plan: repage.PagePlan, block_table: torch.Tensor
+    ) -> repage.PageTableBuffer | None:
+        """Return the persistent table, made on first use, if a batch has its shape."""
+        rows, width = block_table.shape
+        if self._buffer is None and self._persistent:
+            self._buffer = repage.PageTableBuffer(
+                plan, max(self._max_rows, rows), width, self._device, lookahead=self.lookahead
+            )
+        buffer = self._buffer
+        if buffer is None or width != buffer.block_table_width or rows > buffer.table.shape[0]:
+            return None
+        return buffer
 
     def _layer_plan(self, name: str) -> repage.PagePlan:
         layer = self._layers.get(name)

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FLASHINFER on packed blocks: native fa2/fa3, XQA and trtllm-gen.
+
+Writes go token by token through manager slots (``reshape_and_cache_flash``), so only reads are
+re-paged. The native wrappers take a flat list of page ids, which is built straight from the
+manager table; XQA and trtllm-gen take the 2-D page table.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import repage
+from repage import KernelPageRules
+from repage.vllm import compat
+from repage.vllm.builder import RepagedBuilder
+from repage.vllm.factory import repage_backend
+from repage.vllm.kernel_rules import (
+    FLASHINFER_NATIVE,
+    FLASHINFER_NATIVE_SM120,
+    XQA,
+    XQA_SM90_FP8,
+    both,
+    trtllm_gen,
+)
+from repage.vllm.policy import BackendPolicy, PageContext
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from repage.vllm.table import GroupTable
+
+_SOURCE_ATTRIBUTE = "repage_source"
+
+
+class FlashInferPolicy(BackendPolicy):
+    """Pages of FLASHINFER, by the kernels that a group can run on this device."""
+
+    name = "FLASHINFER"
+
+    def page_rules(self, context: PageContext) -> KernelPageRules:
+        """Return what every kernel accepts that may read the group's cache.
+
+        Parameters
+        ----------
+        context : PageContext
+            Without layers, the widest answer that any group of this spec may get.
+
+        Returns
+        -------
+        repage.KernelPageRules
+        """
+        cache = _head_dim_and_element_size(context.spec)
+        platform = compat.flashinfer_backend_module().current_platform
+        if platform.is_device_capability_family(100):
+            generated = trtllm_gen(compat.flashinfer_version()).for_cache(*cache)
+            if _may_use_large_pages(context):
+                return generated
+            return both(FLASHINFER_NATIVE.for_cache(*cache), generated)
+        if platform.is_device_capability_family(120):
+            return both(FLASHINFER_NATIVE_SM120.for_cache(*cache), XQA.for_cache(*cache))
+        native = FLASHINFER_NATIVE.for_cache(*cache)
+        if platform.is_device_capability(90):
+            fp8 = cache[1] == 1
+            return both(native, (XQA_SM90_FP8 if fp8 else XQA).for_cache(*cache))
+        return native
+
+    def supported_layouts(self, native: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        """Return FlashInfer's own answer: packed layouts are in it already.
+
+        Parameters
+        ----------
+        native : tuple of str or None
+            None (any) in general, ``("LBHNC", "BLHNC")`` on SM100.
+
+        Returns
+        -------
+        tuple of str or None
+        """
+        return native
+
+
+class RepagedFlashInferBuilder(RepagedBuilder):
+    """Mixin before ``FlashInferMetadataBuilder``: page lists come from the manager table."""
+
+    def parent_table(
+        self, table: GroupTable, block_table: torch.Tensor, seq_lens: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the page table, marked with the manager table that page lists are built from.
+
+        Parameters
+        ----------
+        table : GroupTable
+            This builder's.
+        block_table : torch.Tensor
+            int32 [R, W], manager block ids.
+        seq_lens : torch.Tensor or None
+            int32 [R].
+
+        Returns
+        -------
+        torch.Tensor
+            int32 [R, W * r]. Where no kernel of the group takes a 2-D table it is not filled in:
+            all its entries are the null page.
+        """
+        pages = (
+            table.unfilled(block_table)
+            if _reads_page_lists_only(self)
+            else table.build(block_table, seq_lens)
+        )
+        setattr(pages, _SOURCE_ATTRIBUTE, (block_table, table.plan()))
+        return pages
+
+
+class PageListKernel:
+    """Stands for vLLM's kernel that copies table rows into ``paged_kv_indices``.
+
+    A page table that repage made carries its manager table: the list is then built from that one
+    in one launch. Every other table goes to vLLM's kernel (``flashinfer.py:1535``, 0.33.0).
+
+    Parameters
+    ----------
+    stock : Any
+        vLLM's kernel.
+    """
+
+    def __init__(self, stock: Any) -> None:
+        self._stock = stock
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        """Return the launch on a grid, as Triton kernels do."""
+
+        def launch(
+            page_indices: torch.Tensor,
+            block_table: torch.Tensor,
+            block_table_stride: int,
+            cu_num_blocks: torch.Tensor,
+            **options: Any,
+        ) -> None:
+            source = getattr(block_table, _SOURCE_ATTRIBUTE, None)
+            if source is None:
+                stock = self._stock[grid]
+                stock(page_indices, block_table, block_table_stride, cu_num_blocks, **options)
+                return
+            manager_table, plan = source
+            rows = cu_num_blocks.shape[0] - 1
+            repage.build_kv_indices(manager_table[:rows], cu_num_blocks, plan, out=page_indices)
+
+        return launch
+
+
+def _head_dim_and_element_size(spec: Any) -> tuple[int, int]:
+    element_size = spec.dtype.itemsize
+    return int(spec.head_size), int(element_size)
+
+
+def _may_use_large_pages(context: PageContext) -> bool:
+    """Whether every layer of a group decodes and prefills with trtllm-gen.
+
+    vLLM asks this of the model and asserts it of the group (``flashinfer.py:589`` and ``:1001``,
+    0.33.0); pages above 64 tokens have no other kernel.
+    """
+    config = context.vllm_config
+    if config is None:
+        return True
+    module = compat.flashinfer_backend_module()
+    heads = compat.group_heads(config, context.layer_names)
+    return (
+        heads is not None
+        and heads[0] // heads[1] > 1
+        and module.can_use_trtllm_attention(*heads)
+        and not compat.may_be_non_causal(config, context.layer_names)
+    )
+
+
+def _reads_page_lists_only(builder: Any) -> bool:
+    """Whether no kernel of a builder takes a 2-D table.
+
+    Below SM100 prefill is native always, decode where XQA was not chosen for the group
+    (``utils/flashinfer.py:675-697``, 0.33.0).
+    """
+    module = compat.flashinfer_backend_module()
+    return (
+        builder.flashinfer_trtllm_api_decode_kernel is None
+        and not module.current_platform.is_device_capability_family(100)
+    )
+
+
+def _install_page_list_kernel() -> None:
+    module: Any = compat.flashinfer_backend_module()
+    stock = module._copy_page_indices_kernel
+    if not isinstance(stock, PageListKernel):
+        module._copy_page_indices_kernel = PageListKernel(stock)
+
+
+def repage_flashinfer(parent: type[Any], *, module: str) -> type[Any]:
+    """Re-page vLLM's FlashInfer backend class.
+
+    Parameters
+    ----------
+    parent : type
+        ``FlashInferBackend``, or a subclass of it.
+    module : str
+        As in `repage_backend`.
+
+    Returns
+    -------
+    type
+    """
+    _install_page_list_kernel()
+    return repage_backend(
+        parent, FlashInferPolicy(), module=module, builder_mixin=RepagedFlashInferBuilder
+    )

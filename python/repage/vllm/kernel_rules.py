@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the attention kernels of FlashInfer, FlashAttention and the MLA backends accept as pages.
+
+Facts read in the kernels' sources, as data. Each cites the file and version that imposes it;
+FlashInfer is 0.7.2.post1 and vLLM 0.33.0 unless it says otherwise. What depends on the cache (its
+head dim) or on the installed version is filled in by `for_cache`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from repage import KernelPageRules
+
+
+@dataclass(frozen=True)
+class KernelPath:
+    """One kernel, or a family of kernels with the same demands.
+
+    Parameters
+    ----------
+    rules : KernelPageRules
+        What holds for every cache.
+    strides_in_heads : bool, default False
+        The kernel counts strides in whole heads and drops the rest, so they must be multiples of
+        the head dim.
+    needs_head_major : bool, default False
+        The kernel reads HND interiors only.
+    excluded : tuple of tuple of (int, int), default ()
+        (head dim, page) pairs that give wrong results.
+    source : str
+        Where this was read.
+    """
+
+    rules: KernelPageRules
+    source: str
+    strides_in_heads: bool = False
+    needs_head_major: bool = False
+    excluded: tuple[tuple[int, int], ...] = ()
+
+    def for_cache(self, head_dim: int, element_size: int) -> KernelPageRules:
+        """Return the rules for one cache.
+
+        Parameters
+        ----------
+        head_dim : int
+            Elements of K of one token and head.
+        element_size : int
+            Bytes of one cache element.
+
+        Returns
+        -------
+        KernelPageRules
+        """
+        sizes = tuple(
+            page for page in self.rules.page_sizes if (head_dim, page) not in self.excluded
+        )
+        alignment = self.rules.stride_alignment
+        if self.strides_in_heads:
+            alignment = math.lcm(alignment, head_dim * element_size)
+        return replace(self.rules, page_sizes=sizes, stride_alignment=alignment)
+
+
+def both(first: KernelPageRules, second: KernelPageRules) -> KernelPageRules:
+    """Return the rules of a group that runs two kernels on the same pages.
+
+    Parameters
+    ----------
+    first, second : KernelPageRules
+        With exact page sizes only.
+
+    Returns
+    -------
+    KernelPageRules
+        What both accept, under both names.
+    """
+    limits = [
+        limit
+        for limit in (first.max_stride_elements, second.max_stride_elements)
+        if limit is not None
+    ]
+    return KernelPageRules(
+        name=f"{first.name} and {second.name}",
+        page_sizes=tuple(size for size in first.page_sizes if size in second.page_sizes),
+        stride_alignment=math.lcm(first.stride_alignment, second.stride_alignment),
+        base_alignment=math.lcm(first.base_alignment, second.base_alignment),
+        max_stride_bytes=min(first.max_stride_bytes, second.max_stride_bytes),
+        max_stride_elements=min(limits, default=None),
+        max_page_index=min(first.max_page_index, second.max_page_index),
+        allow_overlapping_pages=first.allow_overlapping_pages and second.allow_overlapping_pages,
+        requires_dense_pages=first.requires_dense_pages or second.requires_dense_pages,
+    )
+
+
+# The fa2 and fa3 kernels divide by any page size and add up addresses, so pages may overlap;
+# vLLM plans them with 16, 32 and 64 only.
+FLASHINFER_NATIVE = KernelPath(
+    KernelPageRules(
+        name="FlashInfer fa2/fa3",
+        page_sizes=(16, 32, 64),
+        max_stride_elements=2**32 - 1,
+    ),
+    source="include/flashinfer/page.cuh:39-48 (uint_fastdiv page size, uint32 strides); "
+    "vllm/v1/attention/backends/flashinfer.py:608",
+)
+
+# page < 64 with head dim 256 is wrong on SM120 (flashinfer#2638).
+FLASHINFER_NATIVE_SM120 = replace(FLASHINFER_NATIVE, excluded=((256, 16), (256, 32)))
+
+# K strides serve V as well, unchecked; vLLM's K and V share one content dimension, so they agree.
+# 128-token pages exist, but vLLM asserts at most 64 outside of trtllm-gen.
+XQA = KernelPath(
+    KernelPageRules(name="FlashInfer XQA", page_sizes=(16, 32, 64), max_stride_elements=2**32 - 1),
+    strides_in_heads=True,
+    source="jit/xqa.py:82 (page sizes), csrc/xqa/mha.cu:3047 (strides in heads), "
+    "csrc/flashinfer_xqa_binding.cu; vllm/v1/attention/backends/flashinfer.py:1001",
+)
+
+# The Hopper kernel for fp8 caches encodes the page stride into a tensor map.
+XQA_SM90_FP8 = replace(
+    XQA,
+    rules=replace(XQA.rules, name="FlashInfer XQA fp8 (TMA)", allow_overlapping_pages=False),
+    source="csrc/xqa/tensorMap.cpp makeTensorMapForPagedKVCache; " + XQA.source,
+)
+
+# Page ids are doubled into an int32; strides are int32 elements. 256-token pages and larger were
+# wrong past 4096 tokens up to 0.6.16 (flashinfer#4347, fixed by flashinfer#3849): see
+# `trtllm_gen`. 16-token pages with head dim 256 are wrong (vllm#27994).
+TRTLLM_GEN = KernelPath(
+    KernelPageRules(
+        name="FlashInfer trtllm-gen",
+        page_sizes=(16, 32, 64, 128, 256, 512, 1024),
+        max_stride_elements=2**31 - 1,
+        max_page_index=2**30 - 1,
+        allow_overlapping_pages=False,
+    ),
+    needs_head_major=True,
+    excluded=((256, 16),),
+    source="include/flashinfer/trtllm/fmha/kernelParams.h:416-459, 564-640, fmhaKernels.cuh:540; "
+    "vllm/v1/attention/backends/flashinfer.py:610, 729-734",
+)
+LARGEST_PAGE_BEFORE_FLASHINFER_0_7 = 128
+
+FA4_HD256 = KernelPath(
+    KernelPageRules(
+        name="FlashAttention 4 hd256", page_sizes=(128,), allow_overlapping_pages=False
+    ),
+    source="vllm/vllm_flash_attn/cute sm100_hd256 forward:69 (page size 128 by TMA)",
+)
+
+FA4_FP8_HD512_SM90 = KernelPath(
+    KernelPageRules(
+        name="FlashAttention 4 fp8 hd512", page_sizes=(64,), allow_overlapping_pages=False
+    ),
+    source="vllm/v1/attention/backends/flash_attn.py:324 (64-token TMA page)",
+)
+
+FLASHINFER_MLA = KernelPath(
+    KernelPageRules(
+        name="FlashInfer MLA (trtllm-gen)",
+        page_sizes=(32, 64),
+        max_stride_elements=2**31 - 1,
+        max_page_index=2**30 - 1,
+        allow_overlapping_pages=False,
+    ),
+    source="vllm/v1/attention/backends/mla/flashinfer_mla.py:204; " + TRTLLM_GEN.source,
+)
+
+FLASHMLA = KernelPath(
+    KernelPageRules(name="FlashMLA", page_sizes=(64,), allow_overlapping_pages=False),
+    source="vllm/v1/attention/backends/mla/flashmla.py:57",
+)
+
+# Takes the page stride from the shape.
+CUTLASS_MLA = KernelPath(
+    KernelPageRules(
+        name="CUTLASS MLA",
+        page_sizes=(128,),
+        allow_overlapping_pages=False,
+        requires_dense_pages=True,
+    ),
+    source="vllm csrc/attention/mla/sm100_cutlass_mla_kernel.cu (stride_C from page_size * D); "
+    "vllm/v1/attention/backends/mla/cutlass_mla.py:49",
+)
+
+CPU_MLA = KernelPath(
+    KernelPageRules(
+        name="CPU MLA",
+        page_sizes=(16,),
+        stride_alignment=1,
+        base_alignment=1,
+        max_stride_bytes=2**63 - 1,
+    ),
+    source="vllm/v1/attention/backends/mla/cpu_mla.py:67 (0.32.0 and 0.33.0)",
+)
+
+# Triton kernels on a uint8 cache; strides are 64-bit arguments.
+TURBOQUANT = KernelPath(
+    KernelPageRules(
+        name="TurboQuant",
+        page_sizes=(16, 32, 64, 128),
+        stride_alignment=1,
+        base_alignment=1,
+        max_stride_bytes=2**63 - 1,
+    ),
+    source="vllm/v1/attention/backends/turboquant_attn.py:164, 1002-1017",
+)
+
+
+def trtllm_gen(flashinfer_version: tuple[int, int]) -> KernelPath:
+    """Return trtllm-gen's demands for an installed FlashInfer.
+
+    Parameters
+    ----------
+    flashinfer_version : tuple of (int, int)
+        Major and minor version.
+
+    Returns
+    -------
+    KernelPath
+        Without the pages that this version reads wrongly.
+    """
+    if flashinfer_version >= (0, 7):
+        return TRTLLM_GEN
+    rules = replace(TRTLLM_GEN.rules, max_page_tokens=LARGEST_PAGE_BEFORE_FLASHINFER_0_7)
+    return replace(TRTLLM_GEN, rules=rules)
