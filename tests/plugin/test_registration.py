@@ -10,6 +10,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from repage.errors import SettingError, UnsupportedVllmError
 from repage.vllm import compat, logs, register
+from repage.vllm.preference.hooks import remove_hooks
 from repage.vllm.registration import BACKENDS
 
 CPU = AttentionBackendEnum.CPU_ATTN
@@ -17,9 +18,15 @@ CPU = AttentionBackendEnum.CPU_ATTN
 
 @pytest.fixture(autouse=True)
 def _unregistered():
-    CPU.clear_override()
+    _forget()
     yield
-    CPU.clear_override()
+    _forget()
+
+
+def _forget() -> None:
+    for name in BACKENDS:
+        AttentionBackendEnum[name].clear_override()
+    remove_hooks()
 
 
 @pytest.fixture

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registering the re-paged backends with vLLM, once per process, or not at all."""
+"""Registering the re-paged backends and the layout preference with vLLM, or nothing at all."""
 
 from __future__ import annotations
 
 import logging
 
 from repage.errors import UnsupportedVllmError
-from repage.vllm import compat
+from repage.vllm import compat, preference
 from repage.vllm.logs import log_once
 from repage.vllm.settings import Settings
 
@@ -24,7 +24,7 @@ BACKENDS = {
 
 
 def activate(settings: Settings) -> None:
-    """Register every re-paged backend if this vLLM is one that the plugin knows.
+    """Register every re-paged backend and the preference if the plugin knows this vLLM.
 
     Parameters
     ----------
@@ -53,6 +53,7 @@ def activate(settings: Settings) -> None:
                 logging.WARNING,
                 f"{name} is already overridden by {member.get_path()}; repage leaves it alone",
             )
+    preference.install()
 
 
 def _problem() -> str | None:

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The preference in a real engine: it packs by itself where pages are mixed and it pays."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from repage.demo.setups import SETUPS
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+PROGRAM = Path(__file__).with_name("engine_program.py")
+
+
+def run(name: str, folder: Path, **variables: str) -> tuple[dict[str, Any], str]:
+    out = folder / "result.json"
+    environment = {
+        **{key: value for key, value in os.environ.items() if not key.startswith("REPAGE_")},
+        "VLLM_PLUGINS": "repage",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "REPAGE_CPU_PAGE": "64",
+        **variables,
+    }
+    environment.pop("VLLM_KV_CACHE_LAYOUT", None)
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), name, str(out)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    return json.loads(out.read_text("utf-8")), done.stdout
+
+
+@pytest.mark.parametrize("name", ["hybrid-dflash", "gemma4"])
+def test_mixed_pages_are_packed_and_the_log_says_why(name, tmp_path):
+    setup = SETUPS[name]
+    result, log = run(name, tmp_path, REPAGE_DUMP=str(tmp_path / "dump"))
+    assert result["layout"] == "BLHNC"
+    assert (result["groups"], result["capacity"]) == (setup.packed.groups, setup.packed.capacity)
+    why = f"{setup.packed.groups} groups instead of {setup.stock.groups}"
+    assert any("repage: packed KV cache" in line and why in line for line in log.splitlines())
+    (dump,) = (tmp_path / "dump").iterdir()
+    assert json.loads(dump.read_text("utf-8"))["decision"]["verdict"] == "packed"
+
+
+def test_pages_of_one_size_stay_stock(tmp_path):
+    result, log = run("uniform", tmp_path)
+    assert result["layout"] == "LBHNC"
+    assert "repage: stock KV cache, layout LBHNC: all layers have pages of one size" in log
+
+
+def test_stock_on_request_generates_the_same_tokens(tmp_path):
+    packed, _ = run("hybrid-dflash", tmp_path)
+    stock, log = run("hybrid-dflash", tmp_path, REPAGE_LAYOUT="stock")
+    assert stock["layout"] == "LBHNC"
+    assert stock["groups"] == SETUPS["hybrid-dflash"].stock.groups
+    assert "repage: packed" not in log
+    assert packed["tokens"] == stock["tokens"]
