@@ -47,6 +47,8 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """Run a test for the CPU twins, the CUDA kernels on the host, and the CUDA kernels."""
     if request.param == "cuda-on-host":
         library = request.getfixturevalue("host_kernels")
-        monkeypatch.setattr("repage.ops._core", cuda_on_host.HostKernels(library, threads=8))
+        kernels = cuda_on_host.HostKernels(library, threads=8)
+        for module in ("repage.ops", "repage.buffer"):
+            monkeypatch.setattr(f"{module}._core", kernels)
         return "cpu"
     return request.param

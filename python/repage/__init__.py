@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 from repage import errors
+from repage.buffer import PageTableBuffer
 from repage.build_info import BuildInfo, build_info, get_include
 from repage.geometry import BlockGeometry
 from repage.ops import (
-    PageTableBuffer,
     build_kv_indices,
     build_page_table,
     last_page_len,

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import os
+from typing import TYPE_CHECKING
+
 import torch
 
 from repage import _core
@@ -11,9 +14,15 @@ from repage.errors import (
     CudaUnavailableError,
     DeviceError,
     DtypeError,
+    GeometryError,
+    PageIdError,
     ShapeError,
 )
 
+if TYPE_CHECKING:
+    from repage.plan import PagePlan
+
+_INT32_MAX = 2**31 - 1
 _CPU = -1  # the ordinal that the compiled core takes for CPU memory
 
 
@@ -102,3 +111,81 @@ def launch_target(tensor: torch.Tensor) -> tuple[int, int]:
         )
     index = tensor.get_device()
     return index, torch.cuda.current_stream(index).cuda_stream
+
+
+def check_block_table(
+    block_table: torch.Tensor, plan: PagePlan, seq_lens: torch.Tensor | None, lookahead: int
+) -> tuple[int, int]:
+    """Check a manager block table and its lengths; return its rows and columns."""
+    check_tensor("block_table", block_table, torch.int32, 2, dense_last=True)
+    rows, block_columns = block_table.shape
+    check_page_ids(plan)
+    check_width(plan, block_columns)
+    check_lookahead(lookahead)
+    if seq_lens is not None:
+        check_tensor("seq_lens", seq_lens, torch.int32, 1, like=block_table, contiguous=True)
+        if seq_lens.shape[0] != rows:
+            raise ShapeError(
+                f"seq_lens: expected one length for each of the {rows} rows of block_table, "
+                f"got {seq_lens.shape[0]}"
+            )
+    return rows, block_columns
+
+
+def check_lookahead(lookahead: int) -> None:
+    """Check a number of tokens past the sequence lengths."""
+    if not 0 <= lookahead <= _INT32_MAX:
+        raise ShapeError(f"lookahead: expected 0 .. 2**31 - 1 tokens, got {lookahead}")
+
+
+def check_page_ids(plan: PagePlan) -> None:
+    """Check that a plan's page ids fit int32 tables."""
+    if plan.max_page_id > _INT32_MAX:
+        raise GeometryError(
+            f"plan: page tables hold int32 ids, but the largest page id is {plan.max_page_id}; "
+            "plan with KernelPageRules.max_page_index at most 2**31 - 1"
+        )
+
+
+def check_width(plan: PagePlan, block_columns: int) -> None:
+    """Check that a page table's columns can be counted in int32."""
+    if block_columns * plan.pages_per_block > _INT32_MAX:
+        raise ShapeError(
+            f"block_table: {block_columns} columns of {plan.pages_per_block} pages are more than "
+            "2**31 - 1 columns"
+        )
+
+
+def checks_ids(check_ids: bool | None) -> bool:
+    """Whether ids are checked: as asked for, or as ``REPAGE_DEBUG`` says."""
+    return os.environ.get("REPAGE_DEBUG") == "1" if check_ids is None else check_ids
+
+
+def live_blocks(
+    plan: PagePlan, seq_lens: torch.Tensor | None, lookahead: int
+) -> torch.Tensor | None:
+    """Return the live blocks of each row, None for all."""
+    if seq_lens is None:
+        return None
+    size = plan.geometry.block_tokens
+    tokens = torch.where(seq_lens > 0, seq_lens.long() + lookahead, 0)
+    return torch.div(tokens + size - 1, size, rounding_mode="floor")
+
+
+def raise_for_block_ids(
+    block_table: torch.Tensor, plan: PagePlan, live_blocks: torch.Tensor | None
+) -> None:
+    """Raise `PageIdError` for an id outside the pool in a live column; reads back to the host."""
+    num_blocks = plan.geometry.num_blocks
+    outside = (block_table < 0) | (block_table >= num_blocks)
+    if live_blocks is not None:
+        columns = torch.arange(block_table.shape[1], device=block_table.device)
+        outside &= columns < live_blocks.unsqueeze(1)
+    wrong = torch.nonzero(outside)
+    if wrong.numel():
+        row, column = wrong[0].tolist()
+        raise PageIdError(
+            f"block_table: expected ids from 0 to {num_blocks - 1}, got "
+            f"{int(block_table[row, column])} at [{row}, {column}]; {wrong.shape[0]} such ids. "
+            "The table belongs to another pool, or holds stale columns"
+        )

@@ -12,12 +12,17 @@ instead. The check reads values back to the host, so it cannot be used during gr
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from repage import _core
-from repage._arguments import check_tensor, launch_target
+from repage._arguments import (
+    check_block_table,
+    check_tensor,
+    checks_ids,
+    launch_target,
+    live_blocks,
+    raise_for_block_ids,
+)
 from repage.errors import GeometryError, PageIdError, ShapeError
 from repage.plan import PagePlan
 
@@ -70,7 +75,7 @@ def build_page_table(
     CudaUnavailableError
         For CUDA tensors in a build without CUDA kernels.
     """
-    rows, block_columns = _check_block_table(block_table, plan, seq_lens, lookahead)
+    rows, block_columns = check_block_table(block_table, plan, seq_lens, lookahead)
     columns = block_columns * plan.pages_per_block
     if out is None:
         out = torch.empty((rows, columns), dtype=torch.int32, device=block_table.device)
@@ -82,9 +87,23 @@ def build_page_table(
                 f"({block_columns} blocks of {plan.pages_per_block} pages), "
                 f"got {tuple(out.shape)}"
             )
-    if _checks_ids(check_ids):
-        _raise_for_block_ids(block_table, plan, _live_blocks(plan, seq_lens, lookahead))
-    _expand(plan, block_table, seq_lens, lookahead, out, out.shape[0], None)
+    if checks_ids(check_ids):
+        raise_for_block_ids(block_table, plan, live_blocks(plan, seq_lens, lookahead))
+    device, stream = launch_target(block_table)
+    _core.build_page_table(
+        plan.page_map,
+        block_table.data_ptr(),
+        block_table.stride(0),
+        0 if seq_lens is None else seq_lens.data_ptr(),
+        out.data_ptr(),
+        0,
+        rows,
+        out.shape[0],
+        block_columns,
+        lookahead,
+        device,
+        stream,
+    )
     return out
 
 
@@ -131,7 +150,7 @@ def build_kv_indices(
     CudaUnavailableError
         For CUDA tensors in a build without CUDA kernels.
     """
-    rows, block_columns = _check_block_table(block_table, plan, None, 0)
+    rows, block_columns = check_block_table(block_table, plan, None, 0)
     check_tensor("kv_indptr", kv_indptr, torch.int32, 1, like=block_table, contiguous=True)
     if kv_indptr.shape[0] != rows + 1:
         raise ShapeError(
@@ -143,12 +162,12 @@ def build_kv_indices(
         out = torch.zeros(size, dtype=torch.int32, device=block_table.device)
     else:
         check_tensor("out", out, torch.int32, 1, like=block_table, contiguous=True)
-    if _checks_ids(check_ids):
+    if checks_ids(check_ids):
         pages = kv_indptr[1:] - kv_indptr[:-1]
         blocks = torch.div(
             pages + plan.pages_per_block - 1, plan.pages_per_block, rounding_mode="floor"
         )
-        _raise_for_block_ids(block_table, plan, blocks)
+        raise_for_block_ids(block_table, plan, blocks)
     device, stream = launch_target(block_table)
     _core.build_kv_indices(
         plan.page_map,
@@ -210,7 +229,7 @@ def map_slots(
         check_tensor("out", out, torch.int64, 1, like=slot_mapping, contiguous=True)
         if out.shape != slot_mapping.shape:
             raise ShapeError(f"out: expected {slot_mapping.shape[0]} elements, got {out.shape[0]}")
-    if _checks_ids(check_ids):
+    if checks_ids(check_ids):
         slots = plan.geometry.num_blocks * plan.geometry.block_tokens
         wrong = torch.nonzero(slot_mapping >= slots)
         if wrong.numel():
@@ -274,206 +293,3 @@ def last_page_len(
         page_tokens, seq_lens.data_ptr(), out.data_ptr(), seq_lens.shape[0], device, stream
     )
     return out
-
-
-class PageTableBuffer:
-    """A kernel page table at one address, rebuilt in place for every batch.
-
-    CUDA graphs capture the address of a table, and kernels ask for tables exactly as wide as
-    their row stride; so the memory is allocated once. The buffer remembers what each row holds:
-    a build touches the live columns and those that the previous batch left behind, not the whole
-    width that ``max_model_len`` gives.
-
-    Parameters
-    ----------
-    plan : PagePlan
-        Pages of the layers that the table serves.
-    max_rows : int
-        Largest number of rows (R), vLLM's ``max_num_seqs``.
-    block_table_width : int
-        Columns of the manager block table (W).
-    device : torch.device
-        Where the tables live.
-    lookahead : int, default 0
-        Tokens past ``seq_lens`` whose blocks are live too.
-
-    Raises
-    ------
-    ShapeError
-        When a size is negative, or the table is too wide for int32 columns.
-    GeometryError
-        When page ids of the plan do not fit int32.
-    """
-
-    def __init__(
-        self,
-        plan: PagePlan,
-        max_rows: int,
-        block_table_width: int,
-        device: torch.device,
-        *,
-        lookahead: int = 0,
-    ) -> None:
-        for name, value in (("max_rows", max_rows), ("block_table_width", block_table_width)):
-            if value < 0:
-                raise ShapeError(f"{name}: expected at least 0, got {value}")
-        _check_lookahead(lookahead)
-        _check_page_ids(plan)
-        _check_width(plan, block_table_width)
-        self.plan = plan
-        self.lookahead = lookahead
-        self.block_table_width = block_table_width
-        columns = block_table_width * plan.pages_per_block
-        self.table = torch.zeros((max_rows, columns), dtype=torch.int32, device=device)
-        self._watermarks = torch.zeros(
-            (max_rows, _core.ROW_PARTS), dtype=torch.int32, device=device
-        )
-
-    def build(
-        self,
-        block_table: torch.Tensor,
-        seq_lens: torch.Tensor | None = None,
-        *,
-        check_ids: bool | None = None,
-    ) -> torch.Tensor:
-        """Rebuild the table for one batch.
-
-        Parameters
-        ----------
-        block_table : torch.Tensor
-            int32 [R, W] on the buffer's device, R <= max_rows, W = block_table_width; the row
-            stride is free.
-        seq_lens : torch.Tensor or None, default None
-            int32 [R], tokens per row, as in `build_page_table`.
-        check_ids : bool or None, default None
-            Raise for ids outside the pool. None follows ``REPAGE_DEBUG``.
-
-        Returns
-        -------
-        torch.Tensor
-            int32 [R, W * r], the first R rows of `table`, contiguous. The buffer owns the memory;
-            it holds until the next build. The rows after them are 0.
-
-        Raises
-        ------
-        DtypeError, DeviceError, ShapeError, ContiguityError, PageIdError, CudaUnavailableError
-            As `build_page_table`.
-        """
-        check_tensor("block_table", block_table, torch.int32, 2, like=self.table)
-        rows, block_columns = _check_block_table(block_table, self.plan, seq_lens, self.lookahead)
-        max_rows = self.table.shape[0]
-        if rows > max_rows or block_columns != self.block_table_width:
-            raise ShapeError(
-                f"block_table: expected at most {max_rows} rows of exactly "
-                f"{self.block_table_width} columns, got {tuple(block_table.shape)}"
-            )
-        if _checks_ids(check_ids):
-            live = _live_blocks(self.plan, seq_lens, self.lookahead)
-            _raise_for_block_ids(block_table, self.plan, live)
-        _expand(
-            self.plan,
-            block_table,
-            seq_lens,
-            self.lookahead,
-            self.table,
-            max_rows,
-            self._watermarks,
-        )
-        return self.table[:rows]
-
-
-def _expand(
-    plan: PagePlan,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor | None,
-    lookahead: int,
-    page_table: torch.Tensor,
-    table_rows: int,
-    watermarks: torch.Tensor | None,
-) -> None:
-    device, stream = launch_target(block_table)
-    _core.build_page_table(
-        plan.page_map,
-        block_table.data_ptr(),
-        block_table.stride(0),
-        0 if seq_lens is None else seq_lens.data_ptr(),
-        page_table.data_ptr(),
-        0 if watermarks is None else watermarks.data_ptr(),
-        block_table.shape[0],
-        table_rows,
-        block_table.shape[1],
-        lookahead,
-        device,
-        stream,
-    )
-
-
-def _check_block_table(
-    block_table: torch.Tensor, plan: PagePlan, seq_lens: torch.Tensor | None, lookahead: int
-) -> tuple[int, int]:
-    check_tensor("block_table", block_table, torch.int32, 2, dense_last=True)
-    rows, block_columns = block_table.shape
-    _check_page_ids(plan)
-    _check_width(plan, block_columns)
-    _check_lookahead(lookahead)
-    if seq_lens is not None:
-        check_tensor("seq_lens", seq_lens, torch.int32, 1, like=block_table, contiguous=True)
-        if seq_lens.shape[0] != rows:
-            raise ShapeError(
-                f"seq_lens: expected one length for each of the {rows} rows of block_table, "
-                f"got {seq_lens.shape[0]}"
-            )
-    return rows, block_columns
-
-
-def _check_lookahead(lookahead: int) -> None:
-    if not 0 <= lookahead <= _INT32_MAX:
-        raise ShapeError(f"lookahead: expected 0 .. 2**31 - 1 tokens, got {lookahead}")
-
-
-def _check_page_ids(plan: PagePlan) -> None:
-    if plan.max_page_id > _INT32_MAX:
-        raise GeometryError(
-            f"plan: page tables hold int32 ids, but the largest page id is {plan.max_page_id}; "
-            "plan with KernelPageRules.max_page_index at most 2**31 - 1"
-        )
-
-
-def _check_width(plan: PagePlan, block_columns: int) -> None:
-    if block_columns * plan.pages_per_block > _INT32_MAX:
-        raise ShapeError(
-            f"block_table: {block_columns} columns of {plan.pages_per_block} pages are more than "
-            "2**31 - 1 columns"
-        )
-
-
-def _checks_ids(check_ids: bool | None) -> bool:
-    return os.environ.get("REPAGE_DEBUG") == "1" if check_ids is None else check_ids
-
-
-def _live_blocks(
-    plan: PagePlan, seq_lens: torch.Tensor | None, lookahead: int
-) -> torch.Tensor | None:
-    if seq_lens is None:
-        return None
-    size = plan.geometry.block_tokens
-    tokens = torch.where(seq_lens > 0, seq_lens.long() + lookahead, 0)
-    return torch.div(tokens + size - 1, size, rounding_mode="floor")
-
-
-def _raise_for_block_ids(
-    block_table: torch.Tensor, plan: PagePlan, live_blocks: torch.Tensor | None
-) -> None:
-    num_blocks = plan.geometry.num_blocks
-    outside = (block_table < 0) | (block_table >= num_blocks)
-    if live_blocks is not None:
-        columns = torch.arange(block_table.shape[1], device=block_table.device)
-        outside &= columns < live_blocks.unsqueeze(1)
-    wrong = torch.nonzero(outside)
-    if wrong.numel():
-        row, column = wrong[0].tolist()
-        raise PageIdError(
-            f"block_table: expected ids from 0 to {num_blocks - 1}, got "
-            f"{int(block_table[row, column])} at [{row}, {column}]; {wrong.shape[0]} such ids. "
-            "The table belongs to another pool, or holds stale columns"
-        )

@@ -299,7 +299,7 @@ def test_kernels_on_the_host_use_every_thread_of_a_block(
 ) -> None:
     """The launchers' own block size, which the other tests shorten for speed."""
     kernels = cuda_on_host.HostKernels(host_kernels, threads=256)
-    monkeypatch.setattr("repage.ops._core", kernels)
+    monkeypatch.setattr("repage.buffer._core", kernels)
     buffer = repage.PageTableBuffer(qwen(), 2, 821, torch.device("cpu"))
     rng = np.random.default_rng(5)
     ids = np.arange(8)[:, None] * 120 + np.arange(10)
