@@ -210,6 +210,23 @@ SETUPS: Mapping[str, EngineSetup] = MappingProxyType(
                 slow=True,
             ),
             EngineSetup(
+                name="hybrid-dflash-1280-long",
+                summary="the same with a prompt of more than two 1280-token blocks",
+                target=HYBRID_1280,
+                drafter=DFLASH_FULL,
+                method="dflash",
+                engine_args={
+                    **FLOAT32_STATE,
+                    "max_model_len": 4096,
+                    "max_num_batched_tokens": 512,
+                },
+                manager_block=1280,
+                prompt_lengths=(2700, 1300),
+                stock=KVExpectation(groups=9, capacity=21_989),
+                packed=KVExpectation(groups=3, capacity=29_842),
+                slow=True,
+            ),
+            EngineSetup(
                 name="headline",
                 summary="hybrid target, DFlash drafter of five sliding-window layers and one full",
                 target=HYBRID,
