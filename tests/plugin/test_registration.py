@@ -9,7 +9,7 @@ import pytest
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from repage.errors import SettingError, UnsupportedVllmError
-from repage.vllm import compat, logs, register
+from repage.vllm import compat, logs, probes, register
 from repage.vllm.preference.hooks import remove_hooks
 from repage.vllm.registration import BACKENDS
 
@@ -160,12 +160,12 @@ def test_the_version_comes_from_metadata_when_the_package_does_not_say(
 
 
 def test_all_probes_hold_for_the_installed_vllm():
-    assert compat.failed_probes() == []
+    assert probes.failed_probes() == []
 
 
 def test_each_probe_says_what_it_is_for():
-    assert all(probe.name and probe.reason for probe in compat.PROBES)
-    assert len({probe.name for probe in compat.PROBES}) == len(compat.PROBES)
+    assert all(probe.name and probe.reason for probe in probes.PROBES)
+    assert len({probe.name for probe in probes.PROBES}) == len(probes.PROBES)
 
 
 @pytest.mark.parametrize(
@@ -202,17 +202,17 @@ def test_a_renamed_argument_is_seen(monkeypatch: pytest.MonkeyPatch):
         del self, metadata, table, slots
 
     monkeypatch.setattr(AttentionMetadataBuilder, "update_block_table", renamed)
-    (failure,) = compat.failed_probes()
+    (failure,) = probes.failed_probes()
     assert failure.startswith("AttentionMetadataBuilder")
 
 
 def test_probes_by_source_see_missing_methods():
     module, cls = "vllm.v1.worker.cpu_model_runner", "CPUModelRunner"
-    assert compat._source_has(module, cls, {"_zero_block_ids": ("block_ids",)})
-    assert not compat._source_has(module, cls, {"_zero_block_ids": ("blocks",)})
-    assert not compat._source_has(module, cls, {"_gone": ()})
-    assert not compat._source_has(module, "Gone", {})
-    assert not compat._source_has("vllm.no_such_module", cls, {})
+    assert probes._source_has(module, cls, {"_zero_block_ids": ("block_ids",)})
+    assert not probes._source_has(module, cls, {"_zero_block_ids": ("blocks",)})
+    assert not probes._source_has(module, cls, {"_gone": ()})
+    assert not probes._source_has(module, "Gone", {})
+    assert not probes._source_has("vllm.no_such_module", cls, {})
 
 
 def test_another_plugins_backend_stays(lines):

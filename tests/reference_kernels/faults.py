@@ -56,9 +56,17 @@ def manager_slots() -> None:
 
 
 def stale_table() -> None:
-    """Leave the table of the first batch in the persistent buffer."""
-    build = repage.PageTableBuffer.build
+    """Leave the first batch's table, or page list, in the persistent buffer."""
+    build, build_list = repage.PageTableBuffer.build, repage.build_kv_indices
     built: set[int] = set()
+
+    def build_list_once(
+        block_table: Tensor, kv_indptr: Tensor, plan: repage.PagePlan, *, out: Tensor, **kwargs: Any
+    ) -> Tensor:
+        if out.data_ptr() in built:
+            return out
+        built.add(out.data_ptr())
+        return build_list(block_table, kv_indptr, plan, out=out, **kwargs)
 
     def build_once(
         self: repage.PageTableBuffer, block_table: Tensor, seq_lens: Tensor | None = None
@@ -69,6 +77,7 @@ def stale_table() -> None:
         return build(self, block_table, seq_lens)
 
     repage.PageTableBuffer.build = build_once  # type: ignore[method-assign, assignment]
+    repage.build_kv_indices = build_list_once
 
 
 def wild_dead_columns() -> None:

@@ -218,7 +218,11 @@ def _install_flashinfer(context: KernelContext, vllm_033: Path | None) -> type[A
     if not triton_utils.HAS_TRITON:
         _patch(module, _copy_page_indices_kernel=_CopyPageIndices())
     # Answers of an earlier device.
-    for function in (utils.supports_trtllm_attention, utils.has_nvidia_artifactory):
+    for function in (
+        utils.has_flashinfer_cubin,
+        utils.has_nvidia_artifactory,
+        utils.supports_trtllm_attention,
+    ):
         function.cache_clear()
     backend: type[Any] = module.FlashInferBackend
     return backend

@@ -40,7 +40,6 @@ XQA_DEVICES = Source(FLASHINFER, "xqa.py (SM90, SM100, SM120/SM121)")
 # FlashInfer, trtllm-gen
 TRTLLM_HND = Source(VLLM, "v1/attention/backends/flashinfer.py:2472, 2663 (HND asserted)")
 TRTLLM_PAGES = Source(FLASHINFER, "data/include/flashinfer/trtllm/fmha/fmhaKernels.cuh:540-570")
-TRTLLM_PAGE16_HD256 = Source("vllm", "issue 27994 (16-token pages with head dim 256 on SM100)")
 TRTLLM_LARGE_PAGE_MHA = Source("flashinfer", "issue 4094 (no MHA kernel at page 128)")
 TRTLLM_STRIDE_INT = Source(FLASHINFER, "data/csrc/trtllm_fmha_kernel_launcher.cu:508-510 (int)")
 TRTLLM_NUM_PAGES_INT = Source(FLASHINFER, "data/csrc/trtllm_fmha_kernel_launcher.cu:497 (int)")

@@ -186,8 +186,8 @@ def test_trtllm_is_head_major() -> None:
         ({"page_tokens": 8}, 4, False),
         ({"page_tokens": 48, "block_tokens": 96}, 4, False),
         ({"page_tokens": 256, "block_tokens": 256}, 4, True),
-        ({"page_tokens": 16, "head_dim": 256}, 4, False),
-        ({"page_tokens": 32, "head_dim": 256}, 4, True),
+        # Wrong until FlashInfer 0.6 only (vllm#27994, taken back by vllm#36987).
+        ({"page_tokens": 16, "head_dim": 256}, 4, True),
         ({"page_tokens": 128}, 2, False),
         ({"page_tokens": 64}, 2, True),
     ],

@@ -21,7 +21,6 @@ from reference_kernels.sources import (
     TRTLLM_HND,
     TRTLLM_LARGE_PAGE_MHA,
     TRTLLM_NUM_PAGES_INT,
-    TRTLLM_PAGE16_HD256,
     TRTLLM_PAGES,
     TRTLLM_SINKS,
     TRTLLM_STRIDE_INT,
@@ -55,13 +54,6 @@ class _TrtllmKernel(TableKernel):
             "a power of two of at least 16",
             page,
             TRTLLM_PAGES,
-        )
-        require(
-            not (page == 16 and cache.head_dim == 256),
-            "page size",
-            "32 or more with head dim 256",
-            page,
-            TRTLLM_PAGE16_HD256,
         )
         require(
             page < _LARGE_PAGE or call["query"].shape[1] > cache.num_heads,

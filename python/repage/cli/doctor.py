@@ -84,7 +84,7 @@ def _plugin() -> dict[str, Any]:
     """Return the state of the plugin; problems are empty where it can work."""
     if not _has_vllm():
         return {"vllm": None, "supported": None, "problems": ["vLLM is not installed"]}
-    from repage.vllm import compat
+    from repage.vllm import compat, probes
     from repage.vllm.preference import planner_compat
     from repage.vllm.preference.settings import PreferenceSettings
     from repage.vllm.settings import Settings
@@ -93,7 +93,7 @@ def _plugin() -> dict[str, Any]:
     problems = []
     if not compat.is_supported_version(version):
         problems.append(f"vLLM {version} is not within {compat.SUPPORTED}")
-    problems += [*compat.failed_probes(), *planner_compat.failed_probes()]
+    problems += [*probes.failed_probes(), *planner_compat.failed_probes()]
     try:
         settings = Settings.from_env()
         mode = PreferenceSettings.from_env().mode.value

@@ -11,7 +11,8 @@ from repage.vllm import compat
 from repage.vllm.impl import CHOICE_ATTRIBUTE, push_choice
 from repage.vllm.layouts import packed_layout
 from repage.vllm.logs import log_once
-from repage.vllm.policy import BackendPolicy, PageContext, choose_page, refusal_reason
+from repage.vllm.policy import BackendPolicy, PageContext, choose_page
+from repage.vllm.refusals import page_refusal
 from repage.vllm.table import GroupTable
 
 if TYPE_CHECKING:
@@ -91,7 +92,9 @@ class RepagedBuilder(_Parent):
             choice = choose_page(self.repage_policy, context, stride_is_aligned=True)
         parent_spec = kv_cache_spec
         if choice is not None:
-            _refuse_unsafe(self.repage_policy, kv_cache_spec, vllm_config)
+            reason = page_refusal(self.repage_policy, context, choice)
+            if reason is not None:
+                raise RepagingRefusedError(reason)
             parent_spec = kv_cache_spec.copy_with_new_block_size(choice.page_tokens)
             if "block_table_width" in kwargs:
                 kwargs["block_table_width"] *= choice.block_tokens // choice.page_tokens
@@ -219,16 +222,3 @@ class RepagedBuilder(_Parent):
             int32 [R, W * r], page ids.
         """
         return table.build(block_table, seq_lens)
-
-
-def _refuse_unsafe(policy: BackendPolicy, spec: Any, vllm_config: Any) -> None:
-    reason = refusal_reason(policy, spec)
-    if reason is not None:
-        raise RepagingRefusedError(reason)
-    model = compat.reads_cache_itself(vllm_config)
-    if model is not None:
-        raise RepagingRefusedError(
-            f"{policy.name}: {model} reads its KV cache with the backend's block tables itself and "
-            "would take page ids for blocks. Set VLLM_KV_CACHE_LAYOUT to a layer-compact layout "
-            "(LBNHC or LBHNC)"
-        )

@@ -50,16 +50,38 @@ class FixedPagePolicy(BackendPolicy):
         Returns
         -------
         repage.KernelPageRules or None
-            None where vLLM names multiples, or pages of a kernel that is not known here.
+            None where vLLM names multiples or pages of a kernel that is not known here, and for
+            manager blocks that the kernel's table rows cannot be made of.
         """
-        spec = context.spec
-        native = compat.backend_class(self.class_path).get_supported_kernel_block_sizes(spec)
+        spec, path = context.spec, self._path(context)
+        if path is None or (spec.block_size > 1 and spec.block_size % path.block_multiple):
+            return None
+        return path.for_cache(int(spec.head_size), int(spec.dtype.itemsize))
+
+    def tensor_map(self, context: PageContext) -> str | None:
+        """Return the tensor map of the kernel whose pages vLLM names for a cache.
+
+        Parameters
+        ----------
+        context : PageContext
+            The cache asked about.
+
+        Returns
+        -------
+        str or None
+        """
+        path = self._path(context)
+        return None if path is None else path.tensor_map
+
+    def _path(self, context: PageContext) -> KernelPath | None:
+        native = compat.backend_class(self.class_path).get_supported_kernel_block_sizes(
+            context.spec
+        )
         if not all(isinstance(size, int) for size in native):
             return None
-        for path in self._paths:
-            if set(native) <= set(path.rules.page_sizes):
-                return path.for_cache(int(spec.head_size), int(spec.dtype.itemsize))
-        return None
+        return next(
+            (path for path in self._paths if set(native) <= set(path.rules.page_sizes)), None
+        )
 
     def supported_layouts(self, native: tuple[str, ...] | None) -> tuple[str, ...] | None:
         """Return the backend's layouts, with BLNHC where its kernels read it as well.

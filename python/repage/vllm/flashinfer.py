@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import repage
 from repage import KernelPageRules
+from repage.errors import UnsupportedVllmError
 from repage.vllm import compat
 from repage.vllm.builder import RepagedBuilder
 from repage.vllm.factory import repage_backend
@@ -23,6 +24,7 @@ from repage.vllm.kernel_rules import (
     both,
     trtllm_gen,
 )
+from repage.vllm.layouts import is_token_major
 from repage.vllm.policy import BackendPolicy, PageContext
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ class FlashInferPolicy(BackendPolicy):
 
     name = "FLASHINFER"
 
-    def page_rules(self, context: PageContext) -> KernelPageRules:
+    def page_rules(self, context: PageContext) -> KernelPageRules | None:
         """Return what every kernel accepts that may read the group's cache.
 
         Parameters
@@ -50,12 +52,17 @@ class FlashInferPolicy(BackendPolicy):
 
         Returns
         -------
-        repage.KernelPageRules
+        repage.KernelPageRules or None
+            None for an interior that a kernel of this device does not read; vLLM does not choose
+            such a layout.
         """
         cache = _head_dim_and_element_size(context.spec)
         platform = compat.flashinfer_backend_module().current_platform
         if platform.is_device_capability_family(100):
-            generated = trtllm_gen(compat.flashinfer_version()).for_cache(*cache)
+            path = trtllm_gen(compat.flashinfer_version())
+            if path.needs_head_major and is_token_major(context.layout):
+                return None
+            generated = path.for_cache(*cache)
             if _may_use_large_pages(context):
                 return generated
             return both(FLASHINFER_NATIVE.for_cache(*cache), generated)
@@ -67,13 +74,33 @@ class FlashInferPolicy(BackendPolicy):
             return both(native, (XQA_SM90_FP8 if fp8 else XQA).for_cache(*cache))
         return native
 
+    def tensor_map(self, context: PageContext) -> str | None:
+        """Return the tensor map of the decode kernel that a group may run on this device.
+
+        Parameters
+        ----------
+        context : PageContext
+            The cache asked about.
+
+        Returns
+        -------
+        str or None
+        """
+        platform = compat.flashinfer_backend_module().current_platform
+        if platform.is_device_capability_family(100):
+            return trtllm_gen(compat.flashinfer_version()).tensor_map
+        if platform.is_device_capability(90) and _head_dim_and_element_size(context.spec)[1] == 1:
+            return XQA_SM90_FP8.tensor_map
+        return None
+
     def supported_layouts(self, native: tuple[str, ...] | None) -> tuple[str, ...] | None:
         """Return FlashInfer's own answer: packed layouts are in it already.
 
         Parameters
         ----------
         native : tuple of str or None
-            None (any) in general, ``("LBHNC", "BLHNC")`` on SM100.
+            None (any) in general, ``("LBHNC", "BLHNC")`` on SM100
+            (``flashinfer.py:729-734``, 0.33.0).
 
         Returns
         -------
@@ -82,7 +109,17 @@ class FlashInferPolicy(BackendPolicy):
         return native
 
 
-class RepagedFlashInferBuilder(RepagedBuilder):
+if TYPE_CHECKING:
+
+    class _Parent:
+        """``FlashInferMetadataBuilder``, which follows the mixin in the bases (factory.py)."""
+
+        def _compute_flashinfer_kv_metadata(self, *args: Any, **kwargs: Any) -> Any: ...
+else:
+    _Parent = object
+
+
+class RepagedFlashInferBuilder(RepagedBuilder, _Parent):
     """Mixin before ``FlashInferMetadataBuilder``: page lists come from the manager table."""
 
     def parent_table(
@@ -112,6 +149,26 @@ class RepagedFlashInferBuilder(RepagedBuilder):
         )
         setattr(pages, _SOURCE_ATTRIBUTE, (block_table, table.plan()))
         return pages
+
+    def _compute_flashinfer_kv_metadata(
+        self,
+        num_blocks_np: Any,
+        seq_lens_np: Any,
+        block_table_tensor: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        # A copy or a slice of the table has lost its mark, and its own entries may be unfilled.
+        if self.group_table is not None and not hasattr(block_table_tensor, _SOURCE_ATTRIBUTE):
+            raise UnsupportedVllmError(
+                "FlashInferMetadataBuilder: page lists are built from another table than the one "
+                "that repage made; expected the tensor of CommonAttentionMetadata. Set "
+                "REPAGE_DISABLE=1, or a layer-compact VLLM_KV_CACHE_LAYOUT"
+            )
+        lists: torch.Tensor = super()._compute_flashinfer_kv_metadata(
+            num_blocks_np, seq_lens_np, block_table_tensor, *args, **kwargs
+        )
+        return lists
 
 
 class PageListKernel:

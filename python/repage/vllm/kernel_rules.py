@@ -29,6 +29,11 @@ class KernelPath:
         The kernel reads HND interiors only.
     excluded : tuple of tuple of (int, int), default ()
         (head dim, page) pairs that give wrong results.
+    block_multiple : int, default 1
+        Manager blocks must be a multiple of this many tokens, for kernels that count table columns
+        in groups.
+    tensor_map : str or None, default None
+        The kernel's entry in `repage.tensor_map.TENSOR_MAP_RULES`, if it encodes one.
     source : str
         Where this was read.
     """
@@ -38,6 +43,8 @@ class KernelPath:
     strides_in_heads: bool = False
     needs_head_major: bool = False
     excluded: tuple[tuple[int, int], ...] = ()
+    block_multiple: int = 1
+    tensor_map: str | None = None
 
     def for_cache(self, head_dim: int, element_size: int) -> KernelPageRules:
         """Return the rules for one cache.
@@ -75,18 +82,19 @@ def both(first: KernelPageRules, second: KernelPageRules) -> KernelPageRules:
     KernelPageRules
         What both accept, under both names.
     """
-    limits = [
-        limit
-        for limit in (first.max_stride_elements, second.max_stride_elements)
-        if limit is not None
-    ]
+
+    def smaller(name: str) -> int | None:
+        limits = (getattr(first, name), getattr(second, name))
+        return min((limit for limit in limits if limit is not None), default=None)
+
     return KernelPageRules(
         name=f"{first.name} and {second.name}",
         page_sizes=tuple(size for size in first.page_sizes if size in second.page_sizes),
+        max_page_tokens=smaller("max_page_tokens"),
         stride_alignment=math.lcm(first.stride_alignment, second.stride_alignment),
         base_alignment=math.lcm(first.base_alignment, second.base_alignment),
         max_stride_bytes=min(first.max_stride_bytes, second.max_stride_bytes),
-        max_stride_elements=min(limits, default=None),
+        max_stride_elements=smaller("max_stride_elements"),
         max_page_index=min(first.max_page_index, second.max_page_index),
         allow_overlapping_pages=first.allow_overlapping_pages and second.allow_overlapping_pages,
         requires_dense_pages=first.requires_dense_pages or second.requires_dense_pages,
@@ -102,7 +110,7 @@ FLASHINFER_NATIVE = KernelPath(
         max_stride_elements=2**32 - 1,
     ),
     source="include/flashinfer/page.cuh:39-48 (uint_fastdiv page size, uint32 strides); "
-    "vllm/v1/attention/backends/flashinfer.py:608",
+    "vllm/v1/attention/backends/flashinfer.py:603 (pages)",
 )
 
 # page < 64 with head dim 256 is wrong on SM120 (flashinfer#2638).
@@ -113,20 +121,21 @@ FLASHINFER_NATIVE_SM120 = replace(FLASHINFER_NATIVE, excluded=((256, 16), (256, 
 XQA = KernelPath(
     KernelPageRules(name="FlashInfer XQA", page_sizes=(16, 32, 64), max_stride_elements=2**32 - 1),
     strides_in_heads=True,
-    source="jit/xqa.py:82 (page sizes), csrc/xqa/mha.cu:3047 (strides in heads), "
-    "csrc/flashinfer_xqa_binding.cu; vllm/v1/attention/backends/flashinfer.py:1001",
+    source="jit/xqa.py:82 (page sizes), csrc/xqa/xqa_wrapper.cu:73-75 (K strides), "
+    "csrc/xqa/mha.cu:3047 (strides in heads); vllm/v1/attention/backends/flashinfer.py:1001",
 )
 
 # The Hopper kernel for fp8 caches encodes the page stride into a tensor map.
 XQA_SM90_FP8 = replace(
     XQA,
     rules=replace(XQA.rules, name="FlashInfer XQA fp8 (TMA)", allow_overlapping_pages=False),
-    source="csrc/xqa/tensorMap.cpp makeTensorMapForPagedKVCache; " + XQA.source,
+    tensor_map="xqa",
+    source="xqa.py:391 (fp8 caches on SM90), csrc/xqa/tensorMap.cpp:78-87 (strides in the map); "
+    + XQA.source,
 )
 
-# Page ids are doubled into an int32; strides are int32 elements. 256-token pages and larger were
-# wrong past 4096 tokens up to 0.6.16 (flashinfer#4347, fixed by flashinfer#3849): see
-# `trtllm_gen`. 16-token pages with head dim 256 are wrong (vllm#27994).
+# Twice the pages are counted in an int32; strides are int32 elements. What older versions get wrong
+# is in `trtllm_gen`.
 TRTLLM_GEN = KernelPath(
     KernelPageRules(
         name="FlashInfer trtllm-gen",
@@ -136,26 +145,36 @@ TRTLLM_GEN = KernelPath(
         allow_overlapping_pages=False,
     ),
     needs_head_major=True,
-    excluded=((256, 16),),
-    source="include/flashinfer/trtllm/fmha/kernelParams.h:416-459, 564-640, fmhaKernels.cuh:540; "
-    "vllm/v1/attention/backends/flashinfer.py:610, 729-734",
+    tensor_map="trtllm-gen",
+    source="csrc/trtllm_fmha_kernel_launcher.cu:497 (page count), :508-510 (strides), "
+    "include/flashinfer/trtllm/fmha/kernelParams.h:411-413 (tensor map), "
+    "fmhaKernels.cuh:540-564 (powers of two); vllm/v1/attention/backends/flashinfer.py:604 "
+    "(pages), :729-734 (layouts)",
 )
+# Pages above 128 tokens were wrong past 4096 tokens in 0.6.16; fixed by flashinfer#3849, which no
+# 0.6 release is known to have (flashinfer#4347).
 LARGEST_PAGE_BEFORE_FLASHINFER_0_7 = 128
+# 16-token pages with head dim 256 were wrong until 0.6 (vllm#27994, taken back by vllm#36987).
+EXCLUDED_BEFORE_FLASHINFER_0_6 = ((256, 16),)
 
 FA4_HD256 = KernelPath(
     KernelPageRules(
         name="FlashAttention 4 hd256", page_sizes=(128,), allow_overlapping_pages=False
     ),
-    source="vllm/vllm_flash_attn/cute sm100_hd256 forward:69 (page size 128 by TMA)",
+    tensor_map="fa4-hd256",
+    source="vllm/vllm_flash_attn/cute/sm100_hd256_2cta_fmha_forward.py:69-70 (128 tokens by TMA); "
+    "vllm/v1/attention/backends/fa_utils.py:13",
 )
 
 FA4_FP8_HD512_SM90 = KernelPath(
     KernelPageRules(
         name="FlashAttention 4 fp8 hd512", page_sizes=(64,), allow_overlapping_pages=False
     ),
-    source="vllm/v1/attention/backends/flash_attn.py:324 (64-token TMA page)",
+    source="vllm/v1/attention/backends/flash_attn.py:318-325 (64-token TMA page)",
 )
 
+# Unless trtllm-gen is asked for by name, which vLLM does not do, table rows must be as wide as a
+# multiple of 128 tokens.
 FLASHINFER_MLA = KernelPath(
     KernelPageRules(
         name="FlashInfer MLA (trtllm-gen)",
@@ -164,15 +183,18 @@ FLASHINFER_MLA = KernelPath(
         max_page_index=2**30 - 1,
         allow_overlapping_pages=False,
     ),
-    source="vllm/v1/attention/backends/mla/flashinfer_mla.py:204; " + TRTLLM_GEN.source,
+    block_multiple=128,
+    source="flashinfer/mla/_core.py:831, :4656 (table width); "
+    "vllm/v1/attention/backends/mla/flashinfer_mla.py:205 (pages); " + TRTLLM_GEN.source,
 )
 
 FLASHMLA = KernelPath(
     KernelPageRules(name="FlashMLA", page_sizes=(64,), allow_overlapping_pages=False),
-    source="vllm/v1/attention/backends/mla/flashmla.py:57",
+    source="vllm/v1/attention/backends/mla/flashmla.py:58",
 )
 
-# Takes the page stride from the shape.
+# Some versions of the kernel read the page stride, some take it from the page's shape; dense pages
+# are right for both.
 CUTLASS_MLA = KernelPath(
     KernelPageRules(
         name="CUTLASS MLA",
@@ -180,19 +202,8 @@ CUTLASS_MLA = KernelPath(
         allow_overlapping_pages=False,
         requires_dense_pages=True,
     ),
-    source="vllm csrc/attention/mla/sm100_cutlass_mla_kernel.cu (stride_C from page_size * D); "
-    "vllm/v1/attention/backends/mla/cutlass_mla.py:49",
-)
-
-CPU_MLA = KernelPath(
-    KernelPageRules(
-        name="CPU MLA",
-        page_sizes=(16,),
-        stride_alignment=1,
-        base_alignment=1,
-        max_stride_bytes=2**63 - 1,
-    ),
-    source="vllm/v1/attention/backends/mla/cpu_mla.py:67 (0.32.0 and 0.33.0)",
+    source="csrc/attention/mla/sm100_cutlass_mla_kernel.cu of vLLM (stride_C); "
+    "vllm/v1/attention/backends/mla/cutlass_mla.py:50",
 )
 
 # Triton kernels on a uint8 cache; strides are 64-bit arguments.
@@ -221,7 +232,10 @@ def trtllm_gen(flashinfer_version: tuple[int, int]) -> KernelPath:
     KernelPath
         Without the pages that this version reads wrongly.
     """
-    if flashinfer_version >= (0, 7):
-        return TRTLLM_GEN
-    rules = replace(TRTLLM_GEN.rules, max_page_tokens=LARGEST_PAGE_BEFORE_FLASHINFER_0_7)
-    return replace(TRTLLM_GEN, rules=rules)
+    path = TRTLLM_GEN
+    if flashinfer_version < (0, 7):
+        rules = replace(path.rules, max_page_tokens=LARGEST_PAGE_BEFORE_FLASHINFER_0_7)
+        path = replace(path, rules=rules)
+    if flashinfer_version < (0, 6):
+        path = replace(path, excluded=EXCLUDED_BEFORE_FLASHINFER_0_6)
+    return path

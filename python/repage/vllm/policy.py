@@ -99,6 +99,21 @@ class BackendPolicy(ABC):
         tuple of str or None
         """
 
+    def tensor_map(self, context: PageContext) -> str | None:  # noqa: ARG002
+        """Return the tensor map into which a kernel of the family encodes the view's strides.
+
+        Parameters
+        ----------
+        context : PageContext
+            The cache asked about.
+
+        Returns
+        -------
+        str or None
+            A key of `repage.tensor_map.TENSOR_MAP_RULES`; None where no kernel uses TMA.
+        """
+        return None
+
     def on_builder_created(self) -> None:
         """Run in the worker whenever one of the family's builders is created; idempotent."""
         return

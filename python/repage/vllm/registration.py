@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 
 from repage.errors import UnsupportedVllmError
-from repage.vllm import compat, preference
+from repage.vllm import compat, preference, probes
 from repage.vllm.logs import log_once
 from repage.vllm.settings import Settings
 
@@ -60,7 +60,7 @@ def _problem() -> str | None:
     version = compat.vllm_version()
     if not compat.is_supported_version(version):
         return f"it supports vLLM {compat.SUPPORTED}, this is {version}"
-    failures = compat.failed_probes()
+    failures = probes.failed_probes()
     if failures:
         return f"vLLM {version} lacks what it builds on: {'; '.join(failures)}"
     return None

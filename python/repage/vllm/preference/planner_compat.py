@@ -18,7 +18,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from repage.errors import UnsupportedVllmError
-from repage.vllm.compat import Probe, kv_cache_interface, layout_by_name
+from repage.vllm.compat import kv_cache_interface, layout_by_name
+from repage.vllm.probes import Probe
 
 _UTILS = "vllm.v1.core.kv_cache_utils"
 _PLANNING = "vllm.v1.core.kv_cache_planning"

@@ -15,6 +15,7 @@ from repage.planner.layout_plan import KernelPage, layer_kind
 from repage.vllm import compat, layouts
 from repage.vllm.policy import PageContext, choose_page
 from repage.vllm.preference import planner_compat
+from repage.vllm.refusals import page_refusal
 
 
 @dataclass(frozen=True)
@@ -111,19 +112,21 @@ def _pages(worker: Any, specs: Mapping[str, Any], layout: str | None) -> tuple[K
             continue
         key = (backend.get_name(), layer_kind(name, spec))
         if key not in pages:
-            pages[key] = _page(backend, name, spec, layout)
+            pages[key] = _page(backend, name, spec, layout, worker.vllm_config)
     return tuple(pages.values())
 
 
-def _page(backend: Any, name: str, spec: Any, layout: str | None) -> KernelPage:
+def _page(backend: Any, name: str, spec: Any, layout: str | None, vllm_config: Any) -> KernelPage:
     """Return the page with which a backend would read a layer's blocks."""
     kind, block, who = layer_kind(name, spec), int(spec.block_size), backend.get_name()
     policy = getattr(backend, "repage_policy", None)
     if policy is not None and layout is not None:
-        context = PageContext(spec, compat.layout_by_name(layout))
+        context = PageContext(spec, compat.layout_by_name(layout), vllm_config, (name,))
         choice = choose_page(policy, context)
         if choice is not None:
-            page = choice.page_tokens
+            page, reason = choice.page_tokens, page_refusal(policy, context, choice)
+            if reason is not None:
+                return KernelPage(kind, who, block, None, problem=reason)
             return KernelPage(kind, f"{who} (re-paged)", block, page, block // page)
     sizes = backend.get_supported_kernel_block_sizes(spec)
     bases = [(planner_compat.multiple_of_base(size), size) for size in sizes]
