@@ -16,12 +16,14 @@ export REPAGE_TEST_VLLM_033 := $(abspath $(VLLM_033))
 
 SOURCES := CMakeLists.txt pyproject.toml $(wildcard csrc/*) $(wildcard repage/*.h)
 
-.PHONY: help setup demo test test-fast lint format wheel clean
+.PHONY: help setup demo test test-fast fuzz bench bench-gpu bench-engine lint format wheel clean
 
 help:
 	@echo "make demo       a real vLLM engine, stock and packed, compared token for token; then served"
 	@echo "make test       every test that needs no GPU, on the real engine too (about half an hour)"
 	@echo "make test-fast  the tests that start no engine"
+	@echo "make fuzz       random geometries, tables and engine traffic for ten minutes"
+	@echo "make bench      page tables side by side with what vLLM does (bench-gpu, bench-engine)"
 	@echo "make lint       what pre-commit and CI check"
 	@echo "make format     rewrite sources the way lint wants them"
 	@echo "make wheel      build a wheel into dist/"
@@ -51,13 +53,27 @@ test: setup
 test-fast: setup
 	$(BIN)/pytest -m "not engine" $(PYTEST_ARGS)
 
+fuzz: setup
+	cd tests && python -m fuzz $(FUZZ_ARGS)
+
+bench: setup
+	$(BIN)/pip install --quiet "matplotlib>=3.8"
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/page_tables.py --device cpu --out build/bench/cpu.json --plot build/bench/cpu.png
+
+bench-gpu: setup
+	$(BIN)/pip install --quiet "matplotlib>=3.8"
+	$(BIN)/python benchmarks/page_tables.py --device cuda --out build/bench/cuda.json --plot build/bench/cuda.png --trace build/bench/cuda-trace.json
+
+bench-engine: setup
+	$(BIN)/python benchmarks/engine_steps.py --out build/bench/engine.json
+
 lint: setup
 	$(BIN)/pre-commit run --all-files
 
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i repage/*.h csrc/*
+	$(BIN)/clang-format -i $$(git ls-files "*.h" "*.cc" "*.cu" "*.cuh")
 
 wheel: setup
 	$(BIN)/pip wheel --no-build-isolation --no-deps --wheel-dir dist .

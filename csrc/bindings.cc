@@ -8,10 +8,12 @@
 #include <string>
 #include <type_traits>
 
+#include "csrc/launch_shape.h"
 #include "csrc/page_table_cpu.h"
 #include "csrc/page_table_params.h"
 #include "repage/page_map.h"
 #ifdef REPAGE_WITH_CUDA
+#include "csrc/nvtx_ranges.h"
 #include "csrc/page_table_cuda.h"
 #endif
 
@@ -46,26 +48,43 @@ T* Pointer(uintptr_t address) {
   } while (false)
 #endif
 
+// Thread blocks per row; the CPU twins take a row at once.
+int32_t RowPartsOn(int64_t rows, int64_t columns, int32_t device) {
+  return device == kCpu ? 1 : RowParts(rows, columns);
+}
+
+PageTableParams TableParams(const PageMap& map, uintptr_t block_table,
+                            int64_t block_table_row_stride, uintptr_t seq_lens,
+                            uintptr_t page_table, uintptr_t watermarks, int32_t num_rows,
+                            int32_t table_rows, int32_t block_columns, int32_t lookahead,
+                            int32_t row_parts) {
+  return {Pointer<const int32_t>(block_table),
+          block_table_row_stride,
+          Pointer<const int32_t>(seq_lens),
+          Pointer<int32_t>(page_table),
+          Pointer<int32_t>(watermarks),
+          num_rows,
+          table_rows,
+          block_columns,
+          lookahead,
+          row_parts,
+          map};
+}
+
 void BuildPageTable(const PageMap& map, uintptr_t block_table, int64_t block_table_row_stride,
                     uintptr_t seq_lens, uintptr_t page_table, uintptr_t watermarks,
                     int32_t num_rows, int32_t table_rows, int32_t block_columns, int32_t lookahead,
-                    int32_t device, uint64_t stream) {
-  const PageTableParams params{Pointer<const int32_t>(block_table),
-                               block_table_row_stride,
-                               Pointer<const int32_t>(seq_lens),
-                               Pointer<int32_t>(page_table),
-                               Pointer<int32_t>(watermarks),
-                               num_rows,
-                               table_rows,
-                               block_columns,
-                               lookahead,
-                               map};
+                    int32_t row_parts, int32_t device, uint64_t stream) {
+  const PageTableParams params =
+      TableParams(map, block_table, block_table_row_stride, seq_lens, page_table, watermarks,
+                  num_rows, table_rows, block_columns, lookahead, row_parts);
   REPAGE_DISPATCH(BuildPageTable, params, device, stream);
 }
 
 void BuildKvIndices(const PageMap& map, uintptr_t block_table, int64_t block_table_row_stride,
                     uintptr_t kv_indptr, uintptr_t kv_indices, int64_t kv_indices_size,
-                    int32_t num_rows, int32_t block_columns, int32_t device, uint64_t stream) {
+                    int32_t num_rows, int32_t block_columns, int32_t row_parts, int32_t device,
+                    uint64_t stream) {
   const KvIndicesParams params{Pointer<const int32_t>(block_table),
                                block_table_row_stride,
                                Pointer<const int32_t>(kv_indptr),
@@ -73,8 +92,23 @@ void BuildKvIndices(const PageMap& map, uintptr_t block_table, int64_t block_tab
                                kv_indices_size,
                                num_rows,
                                block_columns,
+                               row_parts,
                                map};
   REPAGE_DISPATCH(BuildKvIndices, params, device, stream);
+}
+
+void BuildGroupTables(const PageMap& map, uintptr_t block_table, int64_t block_table_row_stride,
+                      uintptr_t seq_lens, uintptr_t page_table, uintptr_t watermarks,
+                      uintptr_t kv_indptr, uintptr_t kv_indices, int64_t kv_indices_size,
+                      int32_t num_rows, int32_t table_rows, int32_t block_columns,
+                      int32_t lookahead, int32_t row_parts, int32_t device, uint64_t stream) {
+  const GroupTablesParams params{
+      TableParams(map, block_table, block_table_row_stride, seq_lens, page_table, watermarks,
+                  num_rows, table_rows, block_columns, lookahead, row_parts),
+      {Pointer<const int32_t>(block_table), block_table_row_stride,
+       Pointer<const int32_t>(kv_indptr), Pointer<int32_t>(kv_indices), kv_indices_size, num_rows,
+       block_columns, row_parts, map}};
+  REPAGE_DISPATCH(BuildGroupTables, params, device, stream);
 }
 
 void MapSlots(const PageMap& map, uintptr_t slot_mapping, uintptr_t virtual_slots,
@@ -166,13 +200,17 @@ PYBIND11_MODULE(_core, module) {
   BindPageMap(module);
   module.def("build_page_table", &BuildPageTable);
   module.def("build_kv_indices", &BuildKvIndices);
+  module.def("build_group_tables", &BuildGroupTables);
+  module.def("row_parts", &RowPartsOn);
   module.def("map_slots", &MapSlots);
   module.def("last_page_len", &LastPageLen);
-  module.attr("ROW_PARTS") = kRowParts;
   module.attr("COMPILER") = Compiler();
   module.attr("CUDA_ARCHITECTURES") = REPAGE_CUDA_ARCHITECTURES;
 #ifdef REPAGE_WITH_CUDA
   module.attr("CUDA_VERSION") = cuda::RuntimeVersion();
+  module.def("nvtx_register", &nvtx::RegisterName);
+  module.def("nvtx_push", &nvtx::Push);
+  module.def("nvtx_pop", &nvtx::Pop);
   py::register_exception_translator([](std::exception_ptr pointer) {
     try {
       if (pointer) std::rethrow_exception(pointer);

@@ -9,6 +9,7 @@ namespace repage::cpu {
 
 void BuildPageTable(const PageTableParams& params);
 void BuildKvIndices(const KvIndicesParams& params);
+void BuildGroupTables(const GroupTablesParams& params);
 void MapSlots(const SlotMapParams& params);
 void LastPageLen(const LastPageLenParams& params);
 

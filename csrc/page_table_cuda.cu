@@ -48,12 +48,26 @@ void Launch(void (*kernel)(Params), const Params& params, GridShape grid, Stream
 
 void BuildPageTable(const PageTableParams& params, Stream stream) {
   if (params.table_rows == 0 || params.block_columns == 0) return;
-  Launch(BuildPageTableKernel, params, RowGrid(params.table_rows), stream, "build_page_table");
+  Launch(BuildPageTableKernel, params, RowGrid(params.table_rows, params.row_parts), stream,
+         "build_page_table");
 }
 
 void BuildKvIndices(const KvIndicesParams& params, Stream stream) {
   if (params.num_rows == 0 || params.kv_indices_size == 0) return;
-  Launch(BuildKvIndicesKernel, params, RowGrid(params.num_rows), stream, "build_kv_indices");
+  Launch(BuildKvIndicesKernel, params, RowGrid(params.num_rows, params.row_parts), stream,
+         "build_kv_indices");
+}
+
+void BuildGroupTables(const GroupTablesParams& params, Stream stream) {
+  if (params.indices.num_rows == 0 || params.indices.kv_indices_size == 0) {
+    BuildPageTable(params.table, stream);
+  } else if (params.table.table_rows == 0 || params.table.block_columns == 0) {
+    BuildKvIndices(params.indices, stream);
+  } else {
+    Launch(BuildGroupTablesKernel, params,
+           GroupGrid(params.table.table_rows, params.table.row_parts), stream,
+           "build_group_tables");
+  }
 }
 
 void MapSlots(const SlotMapParams& params, Stream stream) {

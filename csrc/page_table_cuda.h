@@ -28,6 +28,7 @@ struct Stream {
 
 void BuildPageTable(const PageTableParams& params, Stream stream);
 void BuildKvIndices(const KvIndicesParams& params, Stream stream);
+void BuildGroupTables(const GroupTablesParams& params, Stream stream);
 void MapSlots(const SlotMapParams& params, Stream stream);
 void LastPageLen(const LastPageLenParams& params, Stream stream);
 

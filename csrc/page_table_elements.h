@@ -24,8 +24,8 @@ REPAGE_HOST_DEVICE inline int32_t LiveColumns(const PageTableParams& params, int
     // Clamped before the division, which takes 31-bit numerators only.
     const int32_t last_token =
         static_cast<int32_t>(tokens - 1 < INT32_MAX ? tokens - 1 : INT32_MAX);
-    const int32_t needed = params.map.block_tokens.Quotient(last_token) + 1;
-    blocks = needed < blocks ? needed : blocks;
+    const int32_t last_column = params.map.block_tokens.Quotient(last_token);
+    if (last_column < blocks) blocks = last_column + 1;
   }
   return blocks * params.map.pages_per_block.divisor;
 }
@@ -49,40 +49,12 @@ REPAGE_HOST_DEVICE inline KvIndicesRow LocateKvIndicesRow(const KvIndicesParams&
           static_cast<int32_t>(entries < covered ? entries : covered)};
 }
 
-// Walks consecutive columns of one row without dividing per column.
-class ColumnCursor {
- public:
-  // Precondition: column is smaller than the number of columns that the row has.
-  REPAGE_HOST_DEVICE ColumnCursor(const PageMap& map, const int32_t* row, int32_t column)
-      : map_(map), row_(row), block_column_(map.pages_per_block.Quotient(column)) {
-    index_ = column - block_column_ * map.pages_per_block.divisor;
-    LoadBlock();
-  }
-
-  REPAGE_HOST_DEVICE int32_t Entry() const { return entry_; }
-
-  // Precondition: the next column exists as well.
-  REPAGE_HOST_DEVICE void Advance() {
-    ++index_;
-    entry_ += static_cast<int32_t>(map_.page_step);
-    if (index_ == map_.pages_per_block.divisor) {
-      index_ = 0;
-      ++block_column_;
-      LoadBlock();
-    }
-  }
-
- private:
-  REPAGE_HOST_DEVICE void LoadBlock() {
-    entry_ =
-        FirstPageOfBlock(map_, row_[block_column_]) + index_ * static_cast<int32_t>(map_.page_step);
-  }
-
-  const PageMap& map_;
-  const int32_t* row_;
-  int32_t block_column_;
-  int32_t index_;
-  int32_t entry_;
-};
+// The entry of one column. Precondition: the row has that column.
+REPAGE_HOST_DEVICE inline int32_t PageTableEntry(const PageMap& map, const int32_t* row,
+                                                 int32_t column) {
+  const int32_t block_column = map.pages_per_block.Quotient(column);
+  const int32_t index = column - block_column * map.pages_per_block.divisor;
+  return FirstPageOfBlock(map, row[block_column]) + index * static_cast<int32_t>(map.page_step);
+}
 
 }  // namespace repage

@@ -16,7 +16,7 @@ struct PageTableParams {
   int64_t block_table_row_stride;  // elements
   const int32_t* seq_lens;         // [num_rows] tokens, or null: every column is live
   int32_t* page_table;             // [table_rows, block_columns * r], contiguous
-  // [table_rows, kRowParts], or null. How many leading columns of each row may
+  // [table_rows, row_parts], or null. How many leading columns of each row may
   // hold something else than 0, per part, since the parts of a row run apart.
   // With it a call only touches live and stale columns; without it every column.
   int32_t* watermarks;
@@ -24,6 +24,7 @@ struct PageTableParams {
   int32_t table_rows;
   int32_t block_columns;  // W
   int32_t lookahead;      // tokens past seq_lens whose blocks count as live
+  int32_t row_parts;      // thread blocks that share a row; the same in every call of a table
   PageMap map;
 };
 
@@ -36,7 +37,14 @@ struct KvIndicesParams {
   int64_t kv_indices_size;
   int32_t num_rows;
   int32_t block_columns;  // W
+  int32_t row_parts;      // thread blocks that share a row
   PageMap map;
+};
+
+// Both forms of one attention group, in one launch. They may differ in rows.
+struct GroupTablesParams {
+  PageTableParams table;
+  KvIndicesParams indices;
 };
 
 // Manager slots -> slots of the virtual view.
@@ -54,9 +62,5 @@ struct LastPageLenParams {
   int64_t num_rows;
   FastDivisor page_tokens;  // P
 };
-
-// Thread blocks (and watermarks) per table row: enough to spread one long
-// request over the device, few enough that a batch of short ones stays cheap.
-inline constexpr int32_t kRowParts = 4;
 
 }  // namespace repage

@@ -77,7 +77,7 @@ def check_tensor(
             f"{name}: expected a contiguous tensor, got strides {tensor.stride()} for shape "
             f"{tuple(tensor.shape)}; pass {name}.contiguous()"
         )
-    if dense_last and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if dense_last and tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ContiguityError(
             f"{name}: expected dense columns (stride 1), got strides {tensor.stride()} for shape "
             f"{tuple(tensor.shape)}; pass {name}.contiguous()"
@@ -132,6 +132,28 @@ def check_block_table(
     return rows, block_columns
 
 
+def check_kv_lists(
+    block_table: torch.Tensor, kv_indptr: torch.Tensor | None, kv_indices: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Check the two lists of the CSR form, which go together; return them."""
+    if kv_indptr is None or kv_indices is None:
+        missing, given = ("kv_indptr", "kv_indices")[:: 1 if kv_indptr is None else -1]
+        raise DtypeError(f"{missing}: expected a torch.Tensor next to {given}, got None")
+    for name, tensor in (("kv_indptr", kv_indptr), ("kv_indices", kv_indices)):
+        check_tensor(name, tensor, torch.int32, 1, like=block_table, contiguous=True)
+    check_kv_indptr(kv_indptr, block_table.shape[0])
+    return kv_indptr, kv_indices
+
+
+def check_kv_indptr(kv_indptr: torch.Tensor, rows: int) -> None:
+    """Check the number of row beginnings of the CSR form."""
+    if kv_indptr.shape[0] != rows + 1:
+        raise ShapeError(
+            f"kv_indptr: expected {rows + 1} elements for {rows} rows of block_table, "
+            f"got {kv_indptr.shape[0]}"
+        )
+
+
 def check_lookahead(lookahead: int) -> None:
     """Check a number of tokens past the sequence lengths."""
     if not 0 <= lookahead <= _INT32_MAX:
@@ -170,6 +192,13 @@ def live_blocks(
     size = plan.geometry.block_tokens
     tokens = torch.where(seq_lens > 0, seq_lens.long() + lookahead, 0)
     return torch.div(tokens + size - 1, size, rounding_mode="floor")
+
+
+def listed_blocks(plan: PagePlan, kv_indptr: torch.Tensor) -> torch.Tensor:
+    """Return the blocks of each row that the CSR form lists pages of."""
+    pages = kv_indptr[1:] - kv_indptr[:-1]
+    size = plan.pages_per_block
+    return torch.div(pages + size - 1, size, rounding_mode="floor")
 
 
 def raise_for_block_ids(

@@ -58,11 +58,11 @@ class BlockGeometry:
     def check(self, page_tokens: int) -> PageMapStatus: ...
     def page_map(self, page_tokens: int) -> PageMap: ...
 
-ROW_PARTS: Final[int]
 COMPILER: Final[str]
 CUDA_ARCHITECTURES: Final[str]
 CUDA_VERSION: Final[int | None]
 
+def row_parts(rows: int, columns: int, device: int, /) -> int: ...
 def build_page_table(
     page_map: PageMap,
     block_table: int,
@@ -74,6 +74,7 @@ def build_page_table(
     table_rows: int,
     block_columns: int,
     lookahead: int,
+    row_parts: int,
     device: int,
     stream: int,
     /,
@@ -87,6 +88,26 @@ def build_kv_indices(
     kv_indices_size: int,
     num_rows: int,
     block_columns: int,
+    row_parts: int,
+    device: int,
+    stream: int,
+    /,
+) -> None: ...
+def build_group_tables(
+    page_map: PageMap,
+    block_table: int,
+    block_table_row_stride: int,
+    seq_lens: int,
+    page_table: int,
+    watermarks: int,
+    kv_indptr: int,
+    kv_indices: int,
+    kv_indices_size: int,
+    num_rows: int,
+    table_rows: int,
+    block_columns: int,
+    lookahead: int,
+    row_parts: int,
     device: int,
     stream: int,
     /,
@@ -109,3 +130,8 @@ def last_page_len(
     stream: int,
     /,
 ) -> None: ...
+
+# Only in builds with CUDA.
+def nvtx_register(name: str, /) -> int: ...
+def nvtx_push(name: int, /) -> None: ...
+def nvtx_pop() -> None: ...

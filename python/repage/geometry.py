@@ -66,8 +66,8 @@ class BlockGeometry:
     Raises
     ------
     GeometryError
-        When a field is out of range, an address overflows, or the last block ends after the
-        allocation does.
+        When a field is out of range, an address overflows, two tokens share bytes, or the last
+        block ends after the allocation does.
     """
 
     num_blocks: int
@@ -100,6 +100,7 @@ class BlockGeometry:
                     f"{name}: expected a multiple of element_size {self.element_size}, "
                     f"got {getattr(self, name)}"
                 )
+        self._raise_for_overlap()
         end = self.base_offset + self._core_geometry.extent_bytes()
         if self.storage_bytes is not None and end > self.storage_bytes:
             raise GeometryError(
@@ -283,6 +284,22 @@ class BlockGeometry:
             self.head_stride,
             self.token_stride,
         )
+
+    def _raise_for_overlap(self) -> None:
+        """Raise where two tokens would share bytes: one write would destroy the other."""
+        dimensions = [
+            (self.block_stride, "block_stride", self.num_blocks),
+            (self.head_stride, "head_stride", self.num_heads),
+            (self.token_stride, "token_stride", self.block_tokens),
+        ]
+        span = self.content_bytes
+        for stride, name, count in sorted(item for item in dimensions if item[2] > 1):
+            if stride < span:
+                raise GeometryError(
+                    f"{name}: tokens overlap; expected at least the {span} bytes that lie "
+                    f"between two of its steps, got {stride} on {self}"
+                )
+            span += (count - 1) * stride
 
     def _raise_for(self, status: _core.PageMapStatus, page_tokens: int) -> None:
         if status != _core.PageMapStatus.OK:

@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import torch
 
-from repage import _core
+from repage import _core, nvtx
 from repage._arguments import (
     check_block_table,
+    check_kv_indptr,
+    check_kv_lists,
     check_tensor,
     checks_ids,
     launch_target,
+    listed_blocks,
     live_blocks,
     raise_for_block_ids,
 )
@@ -36,6 +39,8 @@ def build_page_table(
     seq_lens: torch.Tensor | None = None,
     lookahead: int = 0,
     out: torch.Tensor | None = None,
+    kv_indptr: torch.Tensor | None = None,
+    kv_indices: torch.Tensor | None = None,
     check_ids: bool | None = None,
 ) -> torch.Tensor:
     """Expand a manager block table into a 2-D kernel page table.
@@ -54,6 +59,9 @@ def build_page_table(
     out : torch.Tensor or None, default None
         int32 [R', W * r], R' >= R, contiguous, on the same device; allocated when None. Every
         element is written.
+    kv_indptr, kv_indices : torch.Tensor or None, default None
+        int32 [R + 1] and int32 [any], as `build_kv_indices` takes them (the latter as its `out`),
+        both or none. That form is then written too, in the same launch.
     check_ids : bool or None, default None
         Raise for ids outside the pool. None follows ``REPAGE_DEBUG``.
 
@@ -87,23 +95,28 @@ def build_page_table(
                 f"({block_columns} blocks of {plan.pages_per_block} pages), "
                 f"got {tuple(out.shape)}"
             )
-    if checks_ids(check_ids):
+    checks = checks_ids(check_ids)
+    if checks:
         raise_for_block_ids(block_table, plan, live_blocks(plan, seq_lens, lookahead))
     device, stream = launch_target(block_table)
-    _core.build_page_table(
+    table = (
         plan.page_map,
         block_table.data_ptr(),
         block_table.stride(0),
         0 if seq_lens is None else seq_lens.data_ptr(),
         out.data_ptr(),
         0,
-        rows,
-        out.shape[0],
-        block_columns,
-        lookahead,
-        device,
-        stream,
     )
+    row_parts = _core.row_parts(out.shape[0], columns, device)
+    sizes = (rows, out.shape[0], block_columns, lookahead, row_parts, device, stream)
+    if kv_indptr is None and kv_indices is None:
+        _core.build_page_table(*table, *sizes)
+    else:
+        kv_indptr, kv_indices = check_kv_lists(block_table, kv_indptr, kv_indices)
+        if checks:
+            raise_for_block_ids(block_table, plan, listed_blocks(plan, kv_indptr))
+        lists = (kv_indptr.data_ptr(), kv_indices.data_ptr(), kv_indices.shape[0])
+        _core.build_group_tables(*table, *lists, *sizes)
     return out
 
 
@@ -152,22 +165,14 @@ def build_kv_indices(
     """
     rows, block_columns = check_block_table(block_table, plan, None, 0)
     check_tensor("kv_indptr", kv_indptr, torch.int32, 1, like=block_table, contiguous=True)
-    if kv_indptr.shape[0] != rows + 1:
-        raise ShapeError(
-            f"kv_indptr: expected {rows + 1} elements for {rows} rows of block_table, "
-            f"got {kv_indptr.shape[0]}"
-        )
+    check_kv_indptr(kv_indptr, rows)
     if out is None:
         size = max(int(kv_indptr[-1]), 0) if rows else 0
         out = torch.zeros(size, dtype=torch.int32, device=block_table.device)
     else:
         check_tensor("out", out, torch.int32, 1, like=block_table, contiguous=True)
     if checks_ids(check_ids):
-        pages = kv_indptr[1:] - kv_indptr[:-1]
-        blocks = torch.div(
-            pages + plan.pages_per_block - 1, plan.pages_per_block, rounding_mode="floor"
-        )
-        raise_for_block_ids(block_table, plan, blocks)
+        raise_for_block_ids(block_table, plan, listed_blocks(plan, kv_indptr))
     device, stream = launch_target(block_table)
     _core.build_kv_indices(
         plan.page_map,
@@ -178,6 +183,7 @@ def build_kv_indices(
         out.shape[0],
         rows,
         block_columns,
+        _core.row_parts(rows, block_columns * plan.pages_per_block, device),
         device,
         stream,
     )
@@ -293,3 +299,10 @@ def last_page_len(
         page_tokens, seq_lens.data_ptr(), out.data_ptr(), seq_lens.shape[0], device, stream
     )
     return out
+
+
+# With REPAGE_NVTX=1 each operation is a range of a profiler; otherwise these are the functions.
+build_page_table = nvtx.ranged(build_page_table, "build_page_table")
+build_kv_indices = nvtx.ranged(build_kv_indices, "build_kv_indices")
+map_slots = nvtx.ranged(map_slots, "map_slots")
+last_page_len = nvtx.ranged(last_page_len, "last_page_len")

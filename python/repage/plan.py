@@ -250,6 +250,31 @@ class PagePlan:
             raise GeometryError(f"slot: expected a 64-bit integer, got {slot}")
         return self.page_map.virtual_slot(slot)
 
+    def over_read_tokens(self, seq_len: int) -> int:
+        """Count the tokens past a sequence's end that a kernel of whole pages may read.
+
+        Whatever lies there must be finite, so blocks that held something else are zeroed before
+        they hold keys and values: 0 * NaN is NaN.
+
+        Parameters
+        ----------
+        seq_len : int
+            Tokens of the sequence.
+
+        Returns
+        -------
+        int
+            The rest of its last page; 0 for an empty sequence.
+
+        Raises
+        ------
+        GeometryError
+            When the length is negative.
+        """
+        if seq_len < 0:
+            raise GeometryError(f"seq_len: expected 0 or more tokens, got {seq_len}")
+        return -seq_len % self.page_tokens
+
 
 def plan_pages(geometry: BlockGeometry, rules: KernelPageRules) -> PagePlan:
     """Choose the largest page that a kernel accepts on a geometry.

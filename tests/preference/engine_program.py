@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts a setup of the demonstration with the preference on, and prints what it chose.
 
-``python engine_program.py SETUP``; ``uniform`` is a hybrid model without a drafter.
+``python engine_program.py SETUP OUT [EXECUTOR]``; ``uniform`` is a hybrid model without a drafter,
+an executor of ``mp`` runs the worker in a process of its own.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ def find_setup(name: str) -> EngineSetup:
 
 def main() -> None:
     setup = find_setup(sys.argv[1])
+    if len(sys.argv) > 3:
+        executor = {"distributed_executor_backend": sys.argv[3]}
+        setup = replace(setup, engine_args={**setup.engine_args, **executor})
     second = setup.runner == "V2"
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = os.environ[triton_cpu.SWITCH] = str(int(second))
     if second:
@@ -31,9 +35,7 @@ def main() -> None:
 
     from repage.demo.checkpoints import default_cache_dir
     from repage.demo.engine_run import create_engine, generate_round
-    from repage.vllm.preference import install
 
-    install()
     llm = create_engine(setup, default_cache_dir())
     cache = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
     config = llm.llm_engine.vllm_config.cache_config

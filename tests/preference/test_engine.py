@@ -23,7 +23,7 @@ pytestmark = [
 PROGRAM = Path(__file__).with_name("engine_program.py")
 
 
-def run(name: str, folder: Path, **variables: str) -> tuple[dict[str, Any], str]:
+def run(name: str, folder: Path, *executor: str, **variables: str) -> tuple[dict[str, Any], str]:
     out = folder / "result.json"
     environment = {
         **{key: value for key, value in os.environ.items() if not key.startswith("REPAGE_")},
@@ -36,7 +36,7 @@ def run(name: str, folder: Path, **variables: str) -> tuple[dict[str, Any], str]
     }
     environment.pop("VLLM_KV_CACHE_LAYOUT", None)
     done = subprocess.run(
-        [sys.executable, str(PROGRAM), name, str(out)],
+        [sys.executable, str(PROGRAM), name, str(out), *executor],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -73,3 +73,10 @@ def test_stock_on_request_generates_the_same_tokens(tmp_path):
     assert stock["groups"] == SETUPS["hybrid-dflash"].stock.groups
     assert "repage: packed" not in log
     assert packed["tokens"] == stock["tokens"]
+
+
+def test_workers_in_processes_of_their_own_are_asked_over_rpc(tmp_path):
+    setup = SETUPS["hybrid-dflash"]
+    result, log = run("hybrid-dflash", tmp_path, "mp")
+    assert (result["layout"], result["groups"]) == ("BLHNC", setup.packed.groups)
+    assert any("repage: packed KV cache" in line for line in log.splitlines())

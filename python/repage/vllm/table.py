@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,6 +62,7 @@ class GroupTable:
         # lengths are global, hence larger: that keeps more columns live than needed, never fewer.
         self.lookahead = compat.speculative_tokens(vllm_config) + 1
         self._plans: list[repage.PagePlan] = []
+        self._bound: list[tuple[Any, weakref.ref[torch.Tensor]]] = []
         self._buffer: repage.PageTableBuffer | None = None
         self._last: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor] | None = None
 
@@ -81,13 +83,14 @@ class GroupTable:
 
         Notes
         -----
-        Profiling binds small caches before the real ones, so the plans are compared by identity
-        with those attached to the bound tensors, which costs an attribute per layer.
+        Profiling binds small caches before the real ones, so the bound tensors are compared by
+        identity with those of the last call, which costs an attribute per layer. They are
+        remembered weakly: a cache that vLLM drops must go.
         """
-        plans = [self._layer_plan(name) for name in self._layer_names]
-        known = self._plans
-        if len(plans) != len(known) or any(a is not b for a, b in zip(plans, known, strict=True)):
-            self._adopt(plans)
+        if not self._is_current():
+            self._adopt([self._layer_plan(name) for name in self._layer_names])
+            layers = [self._layers[name] for name in self._layer_names]
+            self._bound = [(layer, weakref.ref(layer.kv_cache)) for layer in layers]
         return self._plans[0]
 
     def build(self, block_table: torch.Tensor, seq_lens: torch.Tensor | None) -> torch.Tensor:
@@ -172,6 +175,12 @@ class GroupTable:
                 block_table, self.plan(), seq_lens=seq_lens, lookahead=self.lookahead, out=table
             )
 
+    def _is_current(self) -> bool:
+        """Whether the plans are those of the caches that are bound now."""
+        if not self._plans or len(self._bound) != len(self._layer_names):
+            return False
+        return all(layer.kv_cache is cache() for layer, cache in self._bound)
+
     def _fitting_buffer(
         self, plan: repage.PagePlan, block_table: torch.Tensor
     ) -> repage.PageTableBuffer | None:
@@ -179,7 +188,12 @@ class GroupTable:
         rows, width = block_table.shape
         if self._buffer is None and self._persistent:
             self._buffer = repage.PageTableBuffer(
-                plan, max(self._max_rows, rows), width, self._device, lookahead=self.lookahead
+                plan,
+                max(self._max_rows, rows),
+                width,
+                self._device,
+                lookahead=self.lookahead,
+                name=self._layer_names[0],
             )
         buffer = self._buffer
         if buffer is None or width != buffer.block_table_width or rows > buffer.table.shape[0]:

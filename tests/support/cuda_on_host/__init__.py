@@ -40,12 +40,15 @@ def compile_kernels(folder: Path) -> ctypes.CDLL:
 class HostKernels:
     """Has the operations of the compiled core, and runs the kernels for them."""
 
-    ROW_PARTS = _core.ROW_PARTS
     CUDA_VERSION = None
 
     def __init__(self, library: ctypes.CDLL, threads: int) -> None:
         self._library = library
         self._threads = ctypes.c_uint(threads)
+
+    def row_parts(self, rows: int, columns: int, _device: int) -> int:
+        # What the launchers take on a device; device 0 stands for one.
+        return _core.row_parts(rows, columns, 0)
 
     def build_page_table(self, page_map, *arguments) -> None:
         *arguments, _device, _stream = arguments
@@ -60,7 +63,8 @@ class HostKernels:
         )
 
     def build_kv_indices(self, page_map, *arguments) -> None:
-        table, row_stride, kv_indptr, out, out_size, rows, columns, _device, _stream = arguments
+        *arguments, _device, _stream = arguments
+        table, row_stride, kv_indptr, out, out_size, *sizes = arguments
         self._library.build_kv_indices(
             page_map.to_bytes(),
             ctypes.c_void_p(table),
@@ -68,8 +72,20 @@ class HostKernels:
             ctypes.c_void_p(kv_indptr),
             ctypes.c_void_p(out),
             ctypes.c_int64(out_size),
-            ctypes.c_int32(rows),
-            ctypes.c_int32(columns),
+            *map(ctypes.c_int32, sizes),
+            self._threads,
+        )
+
+    def build_group_tables(self, page_map, *arguments) -> None:
+        *arguments, _device, _stream = arguments
+        table, row_stride, *pointers, kv_indices_size = arguments[:8]
+        self._library.build_group_tables(
+            page_map.to_bytes(),
+            ctypes.c_void_p(table),
+            ctypes.c_int64(row_stride),
+            *(ctypes.c_void_p(address or None) for address in pointers),
+            ctypes.c_int64(kv_indices_size),
+            *map(ctypes.c_int32, arguments[8:]),
             self._threads,
         )
 

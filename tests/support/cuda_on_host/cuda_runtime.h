@@ -11,6 +11,7 @@
 
 #define __global__
 #define __device__
+#define __launch_bounds__(...)
 
 struct dim3 {
   unsigned x = 1;

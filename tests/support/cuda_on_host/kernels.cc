@@ -32,21 +32,37 @@ using namespace repage;
 void build_page_table(const char* map, const int32_t* block_table, int64_t row_stride,
                       const int32_t* seq_lens, int32_t* page_table, int32_t* watermarks,
                       int32_t num_rows, int32_t table_rows, int32_t block_columns,
-                      int32_t lookahead, unsigned threads) {
+                      int32_t lookahead, int32_t row_parts, unsigned threads) {
   if (table_rows == 0 || block_columns == 0) return;
-  const PageTableParams params{block_table, row_stride,      seq_lens,   page_table,
-                               watermarks,  num_rows,        table_rows, block_columns,
-                               lookahead,   ReadPageMap(map)};
-  LaunchOnHost(BuildPageTableKernel, params, Grid(RowGrid(table_rows)), threads);
+  const PageTableParams params{block_table, row_stride, seq_lens,        page_table,
+                               watermarks,  num_rows,   table_rows,      block_columns,
+                               lookahead,   row_parts,  ReadPageMap(map)};
+  LaunchOnHost(BuildPageTableKernel, params, Grid(RowGrid(table_rows, row_parts)), threads);
 }
 
 void build_kv_indices(const char* map, const int32_t* block_table, int64_t row_stride,
                       const int32_t* kv_indptr, int32_t* kv_indices, int64_t kv_indices_size,
-                      int32_t num_rows, int32_t block_columns, unsigned threads) {
+                      int32_t num_rows, int32_t block_columns, int32_t row_parts,
+                      unsigned threads) {
   if (num_rows == 0 || kv_indices_size == 0) return;
-  const KvIndicesParams params{block_table,     row_stride, kv_indptr,     kv_indices,
-                               kv_indices_size, num_rows,   block_columns, ReadPageMap(map)};
-  LaunchOnHost(BuildKvIndicesKernel, params, Grid(RowGrid(num_rows)), threads);
+  const KvIndicesParams params{block_table,   row_stride,      kv_indptr,
+                               kv_indices,    kv_indices_size, num_rows,
+                               block_columns, row_parts,       ReadPageMap(map)};
+  LaunchOnHost(BuildKvIndicesKernel, params, Grid(RowGrid(num_rows, row_parts)), threads);
+}
+
+void build_group_tables(const char* map, const int32_t* block_table, int64_t row_stride,
+                        const int32_t* seq_lens, int32_t* page_table, int32_t* watermarks,
+                        const int32_t* kv_indptr, int32_t* kv_indices, int64_t kv_indices_size,
+                        int32_t num_rows, int32_t table_rows, int32_t block_columns,
+                        int32_t lookahead, int32_t row_parts, unsigned threads) {
+  const PageMap page_map = ReadPageMap(map);
+  const GroupTablesParams params{
+      {block_table, row_stride, seq_lens, page_table, watermarks, num_rows, table_rows,
+       block_columns, lookahead, row_parts, page_map},
+      {block_table, row_stride, kv_indptr, kv_indices, kv_indices_size, num_rows, block_columns,
+       row_parts, page_map}};
+  LaunchOnHost(BuildGroupTablesKernel, params, Grid(GroupGrid(table_rows, row_parts)), threads);
 }
 
 void map_slots(const char* map, const int64_t* slot_mapping, int64_t* virtual_slots,

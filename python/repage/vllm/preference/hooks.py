@@ -74,7 +74,11 @@ def remove_hooks() -> None:
 
 
 def _installed() -> bool:
-    return hasattr(planner_compat.executor_class().get_kv_cache_specs, _MARK)
+    try:
+        executor = planner_compat.executor_class()
+    except (ImportError, AttributeError):
+        return False
+    return hasattr(getattr(executor, "get_kv_cache_specs", None), _MARK)
 
 
 def _wrap(original: Callable[[Any], Any], hook: Callable[[Any, Callable[[Any], Any]], Any]) -> Any:
@@ -90,6 +94,8 @@ def _collect_specs(executor: Any, original: Callable[[Any], Any]) -> Any:
     """Return the specs of the layout that the run will get."""
     settings = PreferenceSettings.from_env()
     setattr(executor, _CHOICE, None)
+    # The planned layout belongs to the process: an engine before this one may have left its own.
+    executor.collective_rpc(worker.set_mode, args=(None,))
     if settings.mode is LayoutMode.STOCK or _steps_aside(executor):
         return original(executor)
     stock = original(executor)
