@@ -142,6 +142,13 @@ PLUGIN = (
         renamed("AttentionMetadataBuilder", f"{_BACKEND}.AttentionMetadataBuilder", name)
         for name in ("__init__", "build", "update_block_table", "update_draft_decode_metadata")
     ),
+    gone(
+        "AttentionBackend.forward_includes_kv_cache_update",
+        f"{_BACKEND}.AttentionBackend",
+        "forward_includes_kv_cache_update",
+    ),
+    gone("AttentionImpl.get_impl_variants", f"{_BACKEND}.AttentionImplBase", "get_impl_variants"),
+    gone("CommonAttentionMetadata", f"{_BACKEND}.CommonAttentionMetadata", "replace"),
     renamed("AttentionImpl.forward", f"{_BACKEND}.AttentionImpl", "forward"),
     without_fields(
         "CommonAttentionMetadata", _BACKEND, "CommonAttentionMetadata", "block_table_tensor"
@@ -159,6 +166,7 @@ PLUGIN = (
     ChangedName("KVCacheLayout", "another order of BLHNC", _other_order),
     gone("UniformTypeKVCacheSpecs", _INTERFACE, "UniformTypeKVCacheSpecs"),
     gone("UniformTypeKVCacheSpecs", _INTERFACE, "EncoderOnlyAttentionSpec"),
+    gone("UniformTypeKVCacheSpecs", _INTERFACE, "ChunkedLocalAttentionSpec"),
     gone("VllmConfig", "vllm.config", "get_current_vllm_config_or_none"),
     without_fields("VllmConfig", "vllm.config", "CacheConfig", "kv_cache_layout"),
     without_fields("VllmConfig", "vllm.config", "CompilationConfig", "static_forward_context"),
@@ -207,6 +215,11 @@ def planner_names() -> tuple[ChangedName, ...]:
         for name in present:
             patch.delattr(module, name)
 
+    def no_bytes(patch: pytest.MonkeyPatch) -> None:
+        for name in ("_pool_bytes_per_block_from_builder", "_pool_bytes_per_block"):
+            if hasattr(module, name):
+                patch.delattr(module, name)
+
     executor = "vllm.v1.executor.abstract.Executor"
     utils = "vllm.v1.attention.backends.utils"
     return (
@@ -222,6 +235,9 @@ def planner_names() -> tuple[ChangedName, ...]:
         ),
         ChangedName("the KV-cache planner", "no entry point", no_entry),
         renamed("the KV-cache planner", module.__name__, "_max_memory_usage_bytes_from_groups"),
+        gone("the planner's sizes", "vllm.v1.core.kv_cache_utils", "get_kv_cache_capacity"),
+        ChangedName("the planner's sizes", "no bytes per block", no_bytes),
+        gone("get_kv_connector_cache_layout", utils, "get_kv_connector_cache_layout"),
         renamed("Executor", executor, "get_kv_cache_specs"),
         renamed("Executor", executor, "get_supported_kv_cache_layouts"),
         gone("Executor", executor, "get_kv_cache_specs"),

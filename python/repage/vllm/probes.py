@@ -11,7 +11,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -50,8 +50,13 @@ class Probe:
     holds: Callable[[], bool]
 
 
-def failed_probes() -> list[str]:
-    """Check everything that the plugin builds on, without changing anything.
+def failed_probes(probes: Iterable[Probe] | None = None) -> list[str]:
+    """Check what the plugin builds on, without changing anything.
+
+    Parameters
+    ----------
+    probes : iterable of Probe or None, default None
+        None takes `PROBES`.
 
     Returns
     -------
@@ -59,7 +64,7 @@ def failed_probes() -> list[str]:
         One line per failure; empty when all is as expected.
     """
     failures = []
-    for probe in PROBES:
+    for probe in PROBES if probes is None else probes:
         try:
             holds, cause = probe.holds(), ""
         except Exception as error:  # whatever vLLM became, the answer is no
@@ -148,8 +153,10 @@ def _layouts_are_permutations() -> bool:
 
 def _groups_wrap_specs() -> bool:
     interface = kv_cache_interface()
-    return _has_fields(interface.UniformTypeKVCacheSpecs, "kv_cache_specs") and isinstance(
-        interface.EncoderOnlyAttentionSpec, type
+    return (
+        _has_fields(interface.UniformTypeKVCacheSpecs, "kv_cache_specs")
+        and isinstance(interface.EncoderOnlyAttentionSpec, type)
+        and isinstance(interface.ChunkedLocalAttentionSpec, type)
     )
 
 
@@ -201,6 +208,18 @@ PROBES: tuple[Probe, ...] = (
         _builder_methods,
     ),
     Probe(
+        "AttentionBackend.forward_includes_kv_cache_update",
+        "refusing to write kernel pages where slots cannot be translated",
+        lambda: isinstance(
+            attention_backend_module().AttentionBackend.forward_includes_kv_cache_update, bool
+        ),
+    ),
+    Probe(
+        "AttentionImpl.get_impl_variants",
+        "telling every impl of a layer how its cache is read",
+        lambda: callable(attention_backend_module().AttentionImpl.get_impl_variants),
+    ),
+    Probe(
         "AttentionImpl.forward",
         "reading the cache as kernel pages",
         lambda: _has_parameters(
@@ -211,8 +230,12 @@ PROBES: tuple[Probe, ...] = (
     Probe(
         "CommonAttentionMetadata",
         "handing builders another block table",
-        lambda: _has_fields(
-            attention_backend_module().CommonAttentionMetadata, "block_table_tensor", "seq_lens"
+        lambda: (
+            _has_fields(
+                attention_backend_module().CommonAttentionMetadata,
+                *("block_table_tensor", "seq_lens"),
+            )
+            and callable(attention_backend_module().CommonAttentionMetadata.replace)
         ),
     ),
     Probe("AttentionSpec", "giving builders a spec of page-sized blocks", _spec_keeps_its_kind),

@@ -18,6 +18,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from repage.errors import UnsupportedVllmError
+from repage.vllm import probes
 from repage.vllm.compat import kv_cache_interface, layout_by_name
 from repage.vllm.probes import Probe
 
@@ -241,6 +242,15 @@ def _planner_is_known() -> bool:
     )
 
 
+def _sizes_are_known() -> bool:
+    module = planning_module()
+    if hasattr(module, "_pool_bytes_per_block_from_builder"):
+        per_block = importlib.import_module(_BUILDER).get_kv_cache_config_builder
+    else:
+        per_block = module._pool_bytes_per_block
+    return callable(per_block) and callable(importlib.import_module(_UTILS).get_kv_cache_capacity)
+
+
 def _executor_hooks() -> bool:
     executor = executor_class()
     return all(
@@ -260,6 +270,12 @@ def _resolution_is_known() -> bool:
 
 PROBES: tuple[Probe, ...] = (
     Probe("the KV-cache planner", "comparing layouts before one is chosen", _planner_is_known),
+    Probe("the planner's sizes", "comparing bytes and capacity", _sizes_are_known),
+    Probe(
+        "get_kv_connector_cache_layout",
+        "leaving the layout to a KV connector that asks for one",
+        lambda: callable(importlib.import_module(_LAYOUTS).get_kv_connector_cache_layout),
+    ),
     Probe("Executor", "choosing specs and layouts before vLLM does", _executor_hooks),
     Probe(
         "resolve_kv_cache_layout",
@@ -277,15 +293,7 @@ def failed_probes() -> list[str]:
     list of str
         One line per failure; empty when all is as expected.
     """
-    failures = []
-    for probe in PROBES:
-        try:
-            holds, cause = probe.holds(), ""
-        except Exception as error:  # whatever vLLM became, the answer is no
-            holds, cause = False, f" ({type(error).__name__}: {error})"
-        if not holds:
-            failures.append(f"{probe.name}, needed for {probe.reason}{cause}")
-    return failures
+    return probes.failed_probes(PROBES)
 
 
 def unsupported(message: str) -> UnsupportedVllmError:
