@@ -153,8 +153,9 @@ def test_without_cuda_and_without_the_package_there_is_one_warning(
             assert nvtx.ranged(repage.map_slots, "map_slots") is repage.map_slots
     finally:
         nvtx._backend.cache_clear()
-    assert [record.message for record in caplog.records if "pip install nvtx" in record.message]
-    assert len(caplog.records) == 1
+    # Once vLLM's logging is set up a record may reach more than one handler.
+    (record,) = {id(record): record for record in caplog.records}.values()
+    assert "pip install nvtx" in record.message
 
 
 def test_without_cuda_the_nvtx_package_makes_the_ranges(monkeypatch: pytest.MonkeyPatch) -> None:

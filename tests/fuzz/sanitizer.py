@@ -43,6 +43,8 @@ class SanitizedTwins:
         # Leaks are not what is looked for, and the leak checker needs ptrace, which containers
         # may not have.
         options = os.environ | {"ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0"}
+        # vLLM's CPU platform puts its OpenMP there; the sanitizer wants to be loaded first.
+        options.pop("LD_PRELOAD", None)
         self._process = subprocess.Popen(
             [program],
             stdin=subprocess.PIPE,

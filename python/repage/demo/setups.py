@@ -130,7 +130,7 @@ class EngineSetup:
                 result += source.choice(WORDS)
             return result[:length]
 
-        shared = text(2000)
+        shared = text(max(2000, *self.prompt_lengths))
         return [
             shared[:length] if index % 2 == 0 else text(length)
             for index, length in enumerate(self.prompt_lengths)
