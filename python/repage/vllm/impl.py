@@ -83,10 +83,40 @@ class RepagedImpl(_Parent):
             When no builder has said how a packed cache is to be read.
         """
         if attn_metadata is not None:
-            choice = getattr(attn_metadata, CHOICE_ATTRIBUTE, None) or self.repage_choice
-            if choice is not None and kv_cache.numel():
-                kv_cache = _view(self, kv_cache, choice)
+            kv_cache = self.kernel_view(kv_cache, attn_metadata)
         return super().forward(layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)
+
+    def kernel_view(self, kv_cache: torch.Tensor, attn_metadata: Any) -> torch.Tensor:
+        """Return a cache as the kernel pages that the metadata's table names.
+
+        Parameters
+        ----------
+        kv_cache : torch.Tensor
+            vLLM's view in manager blocks.
+        attn_metadata : Any
+            Of the batch.
+
+        Returns
+        -------
+        torch.Tensor
+            The cache itself where it is read in manager blocks, or is empty.
+
+        Raises
+        ------
+        RepagingRefusedError
+            When no builder has said how a packed cache is to be read.
+        """
+        choice = getattr(attn_metadata, CHOICE_ATTRIBUTE, None) or self.repage_choice
+        if choice is None or not kv_cache.numel():
+            return kv_cache
+        if choice is UNDECIDED:
+            refuse_undecided(self, kv_cache)
+            return kv_cache
+        return self.view_pages(kv_cache, choice)
+
+    def view_pages(self, kv_cache: torch.Tensor, choice: PageChoice) -> torch.Tensor:
+        """Return a cache in the pages of a choice; families may override it."""
+        return kernel_pages(kv_cache, choice).view
 
 
 class RepagedWritingImpl(RepagedImpl):
@@ -163,15 +193,6 @@ def push_choice(
             )
         for variant in variants:
             variant.repage_choice = choice
-
-
-def _view(
-    impl: RepagedImpl, kv_cache: torch.Tensor, choice: PageChoice | _Undecided
-) -> torch.Tensor:
-    if choice is UNDECIDED:
-        refuse_undecided(impl, kv_cache)
-        return kv_cache
-    return kernel_pages(kv_cache, choice).view
 
 
 def refuse_undecided(impl: RepagedImpl, kv_cache: torch.Tensor) -> None:

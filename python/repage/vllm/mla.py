@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from repage.vllm.impl import CHOICE_ATTRIBUTE, RepagedImpl, refuse_undecided
+from repage.vllm.impl import RepagedImpl
 from repage.vllm.pages import kernel_pages
-from repage.vllm.policy import PageChoice
 
 if TYPE_CHECKING:
     import torch
+
+    from repage.vllm.policy import PageChoice
 
     class _Parent:
         """The impl class of vLLM that follows the mixin in the bases (factory.py)."""
@@ -62,7 +63,7 @@ class RepagedMLAImpl(RepagedImpl, _Parent):
         RepagingRefusedError
             When no builder has said how a packed cache is to be read.
         """
-        pages = self._pages(kv_c_and_k_pe_cache, attn_metadata)
+        pages = self.kernel_view(kv_c_and_k_pe_cache, attn_metadata)
         return super().forward_mqa(q, pages, attn_metadata, layer, *args, **kwargs)
 
     def forward_mha(
@@ -94,16 +95,11 @@ class RepagedMLAImpl(RepagedImpl, _Parent):
         RepagingRefusedError
             When no builder has said how a packed cache is to be read.
         """
-        pages = self._pages(kv_c_and_k_pe_cache, attn_metadata)
+        pages = self.kernel_view(kv_c_and_k_pe_cache, attn_metadata)
         return super().forward_mha(q, kv_c_normed, k_pe, pages, attn_metadata, *args, **kwargs)
 
-    def _pages(self, kv_cache: torch.Tensor, attn_metadata: Any) -> torch.Tensor:
-        choice = getattr(attn_metadata, CHOICE_ATTRIBUTE, None) or self.repage_choice
-        if choice is None or not kv_cache.numel():
-            return kv_cache
-        if not isinstance(choice, PageChoice):
-            refuse_undecided(self, kv_cache)
-            return kv_cache
+    def view_pages(self, kv_cache: torch.Tensor, choice: PageChoice) -> torch.Tensor:
+        """Return a cache in the pages of a choice, for a tensor object seen once."""
         # For fp8 vLLM passes a new alias of the cache on every call (``mla_attention.py:979``,
         # 0.33.0), so the shape of the view is kept, not the view.
         key = (kv_cache.shape, kv_cache.stride(), kv_cache.dtype, choice.page_tokens)
