@@ -8,13 +8,14 @@
 #include <string>
 #include <type_traits>
 
+#include "csrc/dispatch.h"
 #include "csrc/launch_shape.h"
-#include "csrc/page_table_cpu.h"
 #include "csrc/page_table_params.h"
+#include "csrc/table_builder.h"
+#include "csrc/tensor_exchange.h"
 #include "repage/page_map.h"
 #ifdef REPAGE_WITH_CUDA
 #include "csrc/nvtx_ranges.h"
-#include "csrc/page_table_cuda.h"
 #endif
 
 namespace py = pybind11;
@@ -22,31 +23,10 @@ namespace py = pybind11;
 namespace repage {
 namespace {
 
-// Python passes this ordinal for CPU memory.
-constexpr int32_t kCpu = -1;
-
 template <typename T>
 T* Pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
-
-#ifdef REPAGE_WITH_CUDA
-#define REPAGE_DISPATCH(operation, params, device, stream)   \
-  do {                                                       \
-    if ((device) == kCpu) {                                  \
-      cpu::operation(params);                                \
-    } else {                                                 \
-      cuda::operation(params, cuda::Stream{device, stream}); \
-    }                                                        \
-  } while (false)
-#else
-#define REPAGE_DISPATCH(operation, params, device, stream)                                \
-  do {                                                                                    \
-    (void)(stream);                                                                       \
-    if ((device) != kCpu) throw py::value_error("this build of repage has no CUDA code"); \
-    cpu::operation(params);                                                               \
-  } while (false)
-#endif
 
 // Thread blocks per row; the CPU twins take a row at once.
 int32_t RowPartsOn(int64_t rows, int64_t columns, int32_t device) {
@@ -125,6 +105,55 @@ void LastPageLen(int32_t page_tokens, uintptr_t seq_lens, uintptr_t last_page_le
   REPAGE_DISPATCH(LastPageLen, params, device, stream);
 }
 
+// A `TableBuilder` for tensors of one Python type.
+class TensorTableBuilder {
+ public:
+  TensorTableBuilder(const PageMap& map, uintptr_t page_table, uintptr_t watermarks,
+                     int32_t max_rows, int32_t block_columns, int32_t lookahead, int32_t row_parts,
+                     int32_t device, const py::type& tensor_type)
+      : builder_(TableParams(map, 0, 0, 0, page_table, watermarks, 0, max_rows, block_columns,
+                             lookahead, row_parts),
+                 device),
+        exchange_(reinterpret_cast<PyTypeObject*>(tensor_type.ptr())) {}
+
+  // Returns the rows, or -1 without a launch when the tensors want the caller's
+  // closer look: they are of another type, or not what the table needs.
+  int32_t Build(py::handle block_table, py::handle seq_lens, py::handle kv_indptr,
+                py::handle kv_indices) {
+    DLTensor tensors[4];
+    const DLTensor* given[4] = {};
+    const py::handle handles[4] = {block_table, seq_lens, kv_indptr, kv_indices};
+    for (int i = 0; i < 4; ++i) {
+      if (handles[i].is_none()) continue;
+      if (!exchange_.Read(handles[i].ptr(), &tensors[i])) return -1;
+      given[i] = &tensors[i];
+    }
+    if (given[0] == nullptr || (!kWithCuda && builder_.device() != kCpu)) return -1;
+    const auto batch = builder_.Read(*given[0], given[1], given[2], given[3]);
+    uint64_t stream = 0;
+    if (!batch ||
+        (builder_.device() != kCpu && !exchange_.CurrentStream(builder_.device(), &stream))) {
+      return -1;
+    }
+    builder_.Build(*batch, stream);
+    return batch->num_rows;
+  }
+
+  // The same for tensors that the caller has looked at.
+  void Launch(uintptr_t block_table, int64_t block_table_row_stride, uintptr_t seq_lens,
+              uintptr_t kv_indptr, uintptr_t kv_indices, int64_t kv_indices_size, int32_t num_rows,
+              uint64_t stream) {
+    builder_.Build({Pointer<const int32_t>(block_table), block_table_row_stride,
+                    Pointer<const int32_t>(seq_lens), Pointer<const int32_t>(kv_indptr),
+                    Pointer<int32_t>(kv_indices), kv_indices_size, num_rows},
+                   stream);
+  }
+
+ private:
+  TableBuilder builder_;
+  TensorExchange exchange_;
+};
+
 BlockGeometry GeometryFromInts(int64_t num_blocks, int64_t block_tokens, int64_t num_heads,
                                int64_t content_bytes, int64_t block_stride, int64_t head_stride,
                                int64_t token_stride) {
@@ -191,6 +220,17 @@ void BindPageMap(py::module_& module) {
       .def("to_bytes", &ToBytes);
 }
 
+void BindTableBuilder(py::module_& module) {
+  py::class_<TensorTableBuilder>(module, "TableBuilder")
+      .def(py::init<const PageMap&, uintptr_t, uintptr_t, int32_t, int32_t, int32_t, int32_t,
+                    int32_t, const py::type&>(),
+           py::keep_alive<1, 10>())
+      .def("build", &TensorTableBuilder::Build, py::arg("block_table"),
+           py::arg("seq_lens") = py::none(), py::arg("kv_indptr") = py::none(),
+           py::arg("kv_indices") = py::none(), py::pos_only())
+      .def("launch", &TensorTableBuilder::Launch);
+}
+
 }  // namespace
 }  // namespace repage
 
@@ -198,6 +238,7 @@ PYBIND11_MODULE(_core, module) {
   using namespace repage;
   module.doc() = "Compiled core of repage. Use the functions of the package instead.";
   BindPageMap(module);
+  BindTableBuilder(module);
   module.def("build_page_table", &BuildPageTable);
   module.def("build_kv_indices", &BuildKvIndices);
   module.def("build_group_tables", &BuildGroupTables);

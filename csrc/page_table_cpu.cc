@@ -8,10 +8,24 @@
 #include "csrc/page_table_elements.h"
 
 namespace repage::cpu {
+namespace {
+
+// Bytes of the live columns; those of the whole table where that is little anyway.
+int64_t LiveBytes(const PageTableParams& params, int32_t columns) {
+  constexpr int64_t kLittle = 1 << 20;
+  constexpr int64_t kEntry = sizeof(int32_t);
+  const int64_t whole = kEntry * params.num_rows * columns;
+  if (whole < kLittle || params.seq_lens == nullptr) return whole;
+  int64_t live = 0;
+  for (int32_t row = 0; row < params.num_rows; ++row) live += LiveColumns(params, row);
+  return kEntry * live;
+}
+
+}  // namespace
 
 void BuildPageTable(const PageTableParams& params) {
   const int32_t columns = params.block_columns * params.map.pages_per_block.divisor;
-  const RowExpander expander(params.map, params.block_columns);
+  const RowExpander expander(params.map, params.block_columns, LiveBytes(params, columns));
   for (int32_t row = 0; row < params.table_rows; ++row) {
     int32_t* out = params.page_table + int64_t{row} * columns;
     const int32_t live = LiveColumns(params, row);
@@ -29,7 +43,8 @@ void BuildPageTable(const PageTableParams& params) {
 }
 
 void BuildKvIndices(const KvIndicesParams& params) {
-  const RowExpander expander(params.map, params.block_columns);
+  const int64_t output_bytes = params.kv_indices_size * int64_t{sizeof(int32_t)};
+  const RowExpander expander(params.map, params.block_columns, output_bytes);
   for (int32_t row = 0; row < params.num_rows; ++row) {
     const KvIndicesRow place = LocateKvIndicesRow(params, row);
     if (place.entries == 0) continue;

@@ -32,6 +32,7 @@ struct PageMap {
   FastDivisor block_tokens;     // N
   FastDivisor page_tokens;      // P
   FastDivisor pages_per_block;  // r = N / P
+  FastDivisor64 slot_block;     // N once more: slots are wider than tokens of a sequence
 };
 
 // Why no page map exists for a geometry and a page size.
@@ -113,6 +114,7 @@ REPAGE_HOST_DEVICE constexpr PageMap MakePageMap(const BlockGeometry& geometry,
   map.page_step = unit / page_stride;
   map.page_stride = page_stride;
   map.block_tokens = MakeFastDivisor(static_cast<int32_t>(geometry.block_tokens));
+  map.slot_block = MakeFastDivisor64(static_cast<int32_t>(geometry.block_tokens));
   map.page_tokens = MakeFastDivisor(static_cast<int32_t>(page_tokens));
   map.pages_per_block = MakeFastDivisor(static_cast<int32_t>(geometry.block_tokens / page_tokens));
   // The last page of the last block is the last whole page in memory, so every
@@ -143,12 +145,7 @@ REPAGE_HOST_DEVICE constexpr TokenLocation LocateToken(const PageMap& map, int32
 // address: it becomes -1, which writers skip.
 REPAGE_HOST_DEVICE constexpr int64_t VirtualSlot(const PageMap& map, int64_t slot) {
   if (slot < 0) return slot;
-  int64_t block = 0;
-  if (slot <= INT32_MAX) {
-    block = map.block_tokens.Quotient(static_cast<int32_t>(slot));
-  } else {
-    block = slot / map.block_tokens.divisor;
-  }
+  const int64_t block = map.slot_block.Quotient(slot);
   if (block >= map.num_blocks) return -1;
   const int32_t in_block = static_cast<int32_t>(slot - block * map.block_tokens.divisor);
   const int32_t index = map.page_tokens.Quotient(in_block);

@@ -68,6 +68,10 @@ def check_tensor(
             f"{name}: expected {dims} dimension{'s' if dims > 1 else ''}, "
             f"got shape {tuple(tensor.shape)}"
         )
+    if tensor.layout != torch.strided:
+        raise ContiguityError(
+            f"{name}: expected a dense tensor, got layout {tensor.layout}; pass {name}.to_dense()"
+        )
     if tensor.device.type not in ("cpu", "cuda"):
         raise DeviceError(f"{name}: expected a CPU or CUDA tensor, got one on {tensor.device}")
     if like is not None and tensor.device != like.device:

@@ -1,5 +1,5 @@
 from enum import IntEnum
-from typing import Final
+from typing import Any, Final
 
 class PageMapStatus(IntEnum):
     OK = ...
@@ -57,6 +57,42 @@ class BlockGeometry:
     def extent_bytes(self) -> int: ...
     def check(self, page_tokens: int) -> PageMapStatus: ...
     def page_map(self, page_tokens: int) -> PageMap: ...
+
+class TableBuilder:
+    def __init__(
+        self,
+        page_map: PageMap,
+        page_table: int,
+        watermarks: int,
+        max_rows: int,
+        block_columns: int,
+        lookahead: int,
+        row_parts: int,
+        device: int,
+        tensor_type: type[Any],
+        /,
+    ) -> None: ...
+    # The rows; -1, and nothing done, for tensors of another type or that do not fit.
+    def build(
+        self,
+        block_table: Any,
+        seq_lens: Any = None,
+        kv_indptr: Any = None,
+        kv_indices: Any = None,
+        /,
+    ) -> int: ...
+    def launch(
+        self,
+        block_table: int,
+        block_table_row_stride: int,
+        seq_lens: int,
+        kv_indptr: int,
+        kv_indices: int,
+        kv_indices_size: int,
+        num_rows: int,
+        stream: int,
+        /,
+    ) -> None: ...
 
 COMPILER: Final[str]
 CUDA_ARCHITECTURES: Final[str]

@@ -75,25 +75,27 @@ class PageTableBuffer:
         self.block_table_width = block_table_width
         columns = block_table_width * plan.pages_per_block
         self.table = torch.zeros((max_rows, columns), dtype=torch.int32, device=device)
-        self._device = self.table.device
-        self._ordinal = self.table.get_device()
-        self._row_parts = _core.row_parts(max_rows, columns, self._ordinal)
-        self._watermarks = torch.zeros(
-            (max_rows, self._row_parts), dtype=torch.int32, device=device
-        )
-        self._max_rows = max_rows
+        ordinal = self.table.get_device()
+        row_parts = _core.row_parts(max_rows, columns, ordinal)
+        self._watermarks = torch.zeros((max_rows, row_parts), dtype=torch.int32, device=device)
         # A view per number of rows: making one costs more than a small build.
         self._views: dict[int, torch.Tensor] = {}
-        # Rows that may hold pages. Only known on the CPU: replays of a CUDA graph leave no trace
-        # here, so there every build looks at every row.
-        self._on_cpu = self.table.is_cpu
-        self._used_rows = 0
-        self._page_map = plan.page_map
-        self._table_address = self.table.data_ptr()
-        self._watermarks_address = self._watermarks.data_ptr()
         self._debug = checks_ids(None)
-        self._launch = nvtx.ranged(_core.build_page_table, "build_page_table", name)
-        self._launch_both = nvtx.ranged(_core.build_group_tables, "build_group_tables", name)
+        builder = _core.TableBuilder(
+            plan.page_map,
+            self.table.data_ptr(),
+            self._watermarks.data_ptr(),
+            max_rows,
+            block_table_width,
+            lookahead,
+            row_parts,
+            ordinal,
+            torch.Tensor,
+        )
+        self._build = nvtx.ranged(builder.build, "build_page_table", name)
+        self._build_both = nvtx.ranged(builder.build, "build_group_tables", name)
+        self._launch = nvtx.ranged(builder.launch, "build_page_table", name)
+        self._launch_both = nvtx.ranged(builder.launch, "build_group_tables", name)
 
     def build(
         self,
@@ -132,90 +134,65 @@ class PageTableBuffer:
         DtypeError, DeviceError, ShapeError, ContiguityError, PageIdError, CudaUnavailableError
             As `build_page_table`.
         """
-        # Every step of every attention group comes through here: one cheap test for what is
-        # right, and the named checks only when it fails.
-        shape = block_table.shape
-        stride = block_table.stride()
-        if not (
-            block_table.dtype is torch.int32
-            and len(shape) == 2
-            and shape[1] == self.block_table_width
-            and shape[0] <= self._max_rows
-            and (stride[1] == 1 or shape[1] <= 1)
-            and (block_table.is_cpu if self._on_cpu else block_table.device == self._device)
-            and (
-                seq_lens is None
-                or (
-                    seq_lens.dtype is torch.int32
-                    and seq_lens.dim() == 1
-                    and len(seq_lens) == shape[0]
-                    and seq_lens.is_contiguous()
-                    and (seq_lens.is_cpu if self._on_cpu else seq_lens.device == self._device)
-                )
-            )
-        ):
-            self._raise_for(block_table, seq_lens)
-        rows = shape[0]
-        lists = None
-        if kv_indptr is not None or kv_indices is not None:
-            lists = check_kv_lists(block_table, kv_indptr, kv_indices)
         if self._debug if check_ids is None else check_ids:
+            lists = self._check(block_table, seq_lens, kv_indptr, kv_indices)
             live = live_blocks(self.plan, seq_lens, self.lookahead)
             raise_for_block_ids(block_table, self.plan, live)
             if lists is not None:
                 raise_for_block_ids(block_table, self.plan, listed_blocks(self.plan, lists[0]))
-        table_rows = self._max_rows
-        if self._on_cpu:
-            device, stream = self._ordinal, 0
-            table_rows = max(rows, self._used_rows)
-            self._used_rows = rows
+        # Every step of every attention group comes through here. The core reads and checks the
+        # tensors by itself; the named checks are for what it does not take.
+        if kv_indptr is None and kv_indices is None:
+            rows = self._build(block_table, seq_lens)
         else:
-            device, stream = launch_target(block_table)
-        if lists is None:
-            self._launch(
-                self._page_map,
-                block_table.data_ptr(),
-                stride[0],
-                0 if seq_lens is None else seq_lens.data_ptr(),
-                self._table_address,
-                self._watermarks_address,
-                rows,
-                table_rows,
-                self.block_table_width,
-                self.lookahead,
-                self._row_parts,
-                device,
-                stream,
-            )
-        else:
-            self._launch_both(
-                self._page_map,
-                block_table.data_ptr(),
-                stride[0],
-                0 if seq_lens is None else seq_lens.data_ptr(),
-                self._table_address,
-                self._watermarks_address,
-                lists[0].data_ptr(),
-                lists[1].data_ptr(),
-                lists[1].shape[0],
-                rows,
-                table_rows,
-                self.block_table_width,
-                self.lookahead,
-                self._row_parts,
-                device,
-                stream,
-            )
+            rows = self._build_both(block_table, seq_lens, kv_indptr, kv_indices)
+        if rows < 0:
+            rows = self._check_and_launch(block_table, seq_lens, kv_indptr, kv_indices)
         view = self._views.get(rows)
         if view is None:
             view = self._views[rows] = self.table[:rows]
         return view
 
-    def _raise_for(self, block_table: torch.Tensor, seq_lens: torch.Tensor | None) -> None:
+    def _check(
+        self,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor | None,
+        kv_indptr: torch.Tensor | None,
+        kv_indices: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Raise for the first argument that does not fit; return the lists, if there are any."""
         check_tensor("block_table", block_table, torch.int32, 2, like=self.table)
         check_block_table(block_table, self.plan, seq_lens, self.lookahead)
-        if block_table.shape[0] > self._max_rows or block_table.shape[1] != self.block_table_width:
+        max_rows = self.table.shape[0]
+        if block_table.shape[0] > max_rows or block_table.shape[1] != self.block_table_width:
             raise ShapeError(
-                f"block_table: expected at most {self._max_rows} rows of exactly "
+                f"block_table: expected at most {max_rows} rows of exactly "
                 f"{self.block_table_width} columns, got {tuple(block_table.shape)}"
             )
+        if kv_indptr is None and kv_indices is None:
+            return None
+        return check_kv_lists(block_table, kv_indptr, kv_indices)
+
+    def _check_and_launch(
+        self,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor | None,
+        kv_indptr: torch.Tensor | None,
+        kv_indices: torch.Tensor | None,
+    ) -> int:
+        """Build from tensors that the core cannot read: subclasses, or of a torch before 2.10."""
+        lists = self._check(block_table, seq_lens, kv_indptr, kv_indices)
+        rows = block_table.shape[0]
+        _, stream = launch_target(block_table)
+        launch = self._launch if lists is None else self._launch_both
+        launch(
+            block_table.data_ptr(),
+            block_table.stride(0),
+            0 if seq_lens is None else seq_lens.data_ptr(),
+            0 if lists is None else lists[0].data_ptr(),
+            0 if lists is None else lists[1].data_ptr(),
+            0 if lists is None else lists[1].shape[0],
+            rows,
+            stream,
+        )
+        return rows

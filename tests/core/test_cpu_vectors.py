@@ -20,16 +20,20 @@ extern "C" void expand(const char* bytes, const int* row, int block_columns, int
                        int* out) {
   repage::PageMap map;
   std::memcpy(&map, bytes, sizeof(map));
-  repage::cpu::RowExpander(map, block_columns).Expand(row, columns, out);
+  repage::cpu::RowExpander(map, block_columns, 0).Expand(row, columns, out);
 }
 """
 NUM_BLOCKS = 50
 GUARD = -77
 
 
-@pytest.fixture(scope="module", params=[0, 256, 512])
+@pytest.fixture(
+    scope="module",
+    params=[(0, False), (256, False), (512, False), (256, True), (0, True)],
+    ids=lambda value: f"{value[0]}{'-streamed' if value[1] else ''}",
+)
 def expand(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    bits = request.param
+    bits, streamed = request.param
     flags = Path("/proc/cpuinfo")
     needed = {256: " avx2 ", 512: " avx512f "}.get(bits)
     if needed and not (flags.exists() and needed in flags.read_text()):
@@ -41,7 +45,7 @@ def expand(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             *COMPILER,
             *("-std=c++20", "-O3", "-shared", "-fPIC"),
             *("-fsanitize=undefined", "-fno-sanitize-recover=all"),
-            f"-DREPAGE_MAX_VECTOR_BITS={bits}",
+            *(f"-DREPAGE_MAX_VECTOR_BITS={bits}", *["-DREPAGE_STREAM_BYTES=0"] * streamed),
             *("-I", str(REPOSITORY), str(REPOSITORY / "csrc" / "expand_row_cpu.cc")),
             *(str(folder / "wrapper.cc"), "-o", str(folder / "expand.so")),
         ],
@@ -75,13 +79,17 @@ def test_rows_of_any_width_cut_anywhere(expand, pages: int, overlapping: bool) -
         ids = inside[:, None] * pages_plan.block_step + np.arange(pages) * pages_plan.page_step
         expected = ids.reshape(-1).astype(np.int32)
         for columns in {width * pages, max(width * pages - 1, 1), (width * pages + 1) // 2}:
-            out = np.full(columns + 200, GUARD, dtype=np.int32)
-            expand(
-                pages_plan.page_map.to_bytes(),
-                row.ctypes.data_as(ctypes.c_void_p),
-                width,
-                columns,
-                out.ctypes.data_as(ctypes.c_void_p),
-            )
-            assert np.array_equal(out[:columns], expected[:columns])
-            assert (out[columns:] == GUARD).all()
+            # Rows begin at any alignment.
+            for begin in (100, 101, 103, 106):
+                memory = np.full(columns + 200, GUARD, dtype=np.int32)
+                out = memory[begin : begin + columns]
+                expand(
+                    pages_plan.page_map.to_bytes(),
+                    row.ctypes.data_as(ctypes.c_void_p),
+                    width,
+                    columns,
+                    out.ctypes.data_as(ctypes.c_void_p),
+                )
+                assert np.array_equal(out, expected[:columns])
+                out.fill(GUARD)
+                assert (memory == GUARD).all()

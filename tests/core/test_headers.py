@@ -33,6 +33,9 @@ static_assert(LocateToken(kMap, 1345).block_column == 2);
 static_assert(ExtentBytes(kTarget) == 999LL * 15'728'640 + 640 * 2048);
 static_assert(TokenByteOffset(kTarget, 137, 0, 0) > INT32_MAX);
 static_assert(MakeFastDivisor(640).Quotient(INT32_MAX) == INT32_MAX / 640);
+static_assert(MakeFastDivisor64(640).Quotient(INT64_MAX) == INT64_MAX / 640);
+static_assert(MakeFastDivisor64(1).Quotient(INT64_MAX) == INT64_MAX);
+static_assert(MakeFastDivisor64(INT32_MAX).Quotient(INT64_MAX - 1) == (INT64_MAX - 1) / INT32_MAX);
 constexpr BlockGeometry kHeadsOutside =
     MakeDenseInterior(Interior::kHLNC, 9, 64, 2, 32, 65'536, 10);
 static_assert(kHeadsOutside.head_stride == 64 * 32 * 10 && kHeadsOutside.token_stride == 32);

@@ -35,6 +35,32 @@ def test_slots_follow_their_tokens(pool: oracle.Pool, data: st.DataObject) -> No
     assert [pool.plan.map_slot(slot) for slot in slots.tolist()] == expected.tolist()
 
 
+@given(
+    st.integers(2, 2**34),
+    st.one_of(st.integers(1, 2000), st.sampled_from([2**12 - 1, 2**12, 2**20 + 7])),
+    st.data(),
+)
+def test_slots_beyond_31_bits(num_blocks: int, block_tokens: int, data: st.DataObject) -> None:
+    """Pools of more than 2**31 tokens: slots need divisions of up to 62 bits."""
+    plan = repage.PagePlan(
+        repage.BlockGeometry.dense(
+            "NHC",
+            num_blocks=num_blocks,
+            block_tokens=block_tokens,
+            num_heads=1,
+            content_bytes=2,
+            block_stride=2 * block_tokens,
+        ),
+        block_tokens,
+    )
+    last_block = data.draw(st.integers(num_blocks - 9, num_blocks - 1))
+    block = max(data.draw(st.one_of(st.integers(0, num_blocks - 1), st.just(last_block))), 0)
+    offset = data.draw(st.sampled_from([0, block_tokens // 2, block_tokens - 1]))
+    # One page a block: a virtual slot is the slot itself.
+    assert plan.map_slot(block * block_tokens + offset) == block * block_tokens + offset
+    assert plan.map_slot(num_blocks * block_tokens) == -1
+
+
 @given(oracle.pools(), st.integers(0, 10_000))
 def test_tokens_are_located_by_column_page_and_offset(pool: oracle.Pool, token: int) -> None:
     column, page, offset = pool.plan.locate_token(token)

@@ -49,12 +49,12 @@ class WrongMaps:
 
     def __getattr__(self, name: str) -> object:
         real = getattr(_core, name)
-        if name not in ("build_page_table", "build_kv_indices", "map_slots"):
+        if name not in ("build_page_table", "TableBuilder", "build_kv_indices", "map_slots"):
             return real
 
-        def call(page_map: _core.PageMap, *arguments: int) -> None:
+        def call(page_map: _core.PageMap, *arguments: int) -> object:
             (plan,) = {plan for plan in self.plans if plan.page_map is page_map}
-            real(self._change(plan).page_map(plan.page_tokens), *arguments)
+            return real(self._change(plan).page_map(plan.page_tokens), *arguments)
 
         return call
 

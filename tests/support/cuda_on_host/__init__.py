@@ -9,6 +9,7 @@ a misaligned 16-byte store or an overflow ends the test.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import shlex
 import subprocess
@@ -49,6 +50,9 @@ class HostKernels:
     def row_parts(self, rows: int, columns: int, _device: int) -> int:
         # What the launchers take on a device; device 0 stands for one.
         return _core.row_parts(rows, columns, 0)
+
+    def TableBuilder(self, *arguments) -> TableBuilder:  # noqa: N802
+        return TableBuilder(self, *arguments)
 
     def build_page_table(self, page_map, *arguments) -> None:
         *arguments, _device, _stream = arguments
@@ -106,3 +110,33 @@ class HostKernels:
             ctypes.c_int64(rows),
             self._threads,
         )
+
+
+class TableBuilder:
+    """Reads no tensors itself, so that the caller checks them and launches."""
+
+    def __init__(
+        self,
+        kernels: HostKernels,
+        page_map: _core.PageMap,
+        *fixed: int,
+    ) -> None:
+        *addresses, max_rows, block_columns, lookahead, row_parts, _device, _type = fixed
+        self._addresses = addresses
+        self._sizes = (max_rows, block_columns, lookahead, row_parts)
+        self._build_page_table = functools.partial(kernels.build_page_table, page_map)
+        self._build_group_tables = functools.partial(kernels.build_group_tables, page_map)
+
+    def build(self, *_tensors) -> int:
+        return -1
+
+    def launch(
+        self, table, row_stride, seq_lens, kv_indptr, kv_indices, kv_indices_size, rows, stream
+    ) -> None:
+        forms = (table, row_stride, seq_lens, *self._addresses)
+        sizes = (rows, *self._sizes, 0, stream)
+        if kv_indptr:
+            lists = (kv_indptr, kv_indices, kv_indices_size)
+            self._build_group_tables(*forms, *lists, *sizes)
+        else:
+            self._build_page_table(*forms, *sizes)
