@@ -124,22 +124,34 @@ class TensorTableBuilder {
     const DLTensor* given[4] = {};
     const py::handle handles[4] = {block_table, seq_lens, kv_indptr, kv_indices};
     for (int i = 0; i < 4; ++i) {
-      if (handles[i].is_none()) continue;
+      if (i > 0 && handles[i].is_none()) continue;
       if (!exchange_.Read(handles[i].ptr(), &tensors[i])) return -1;
       given[i] = &tensors[i];
     }
-    if (given[0] == nullptr || (!kWithCuda && builder_.device() != kCpu)) return -1;
-    const auto batch = builder_.Read(*given[0], given[1], given[2], given[3]);
     uint64_t stream = 0;
-    if (!batch ||
-        (builder_.device() != kCpu && !exchange_.CurrentStream(builder_.device(), &stream))) {
-      return -1;
-    }
+    const auto batch = builder_.Read(*given[0], given[1], given[2], given[3]);
+    if (!batch || !FindStream(&stream)) return -1;
     builder_.Build(*batch, stream);
     return batch->num_rows;
   }
 
-  // The same for tensors that the caller has looked at.
+  // The same for the CSR form alone.
+  int32_t BuildList(py::handle block_table, py::handle kv_indptr, py::handle kv_indices) const {
+    DLTensor table;
+    DLTensor indptr;
+    DLTensor indices;
+    if (!exchange_.Read(block_table.ptr(), &table) || !exchange_.Read(kv_indptr.ptr(), &indptr) ||
+        !exchange_.Read(kv_indices.ptr(), &indices)) {
+      return -1;
+    }
+    uint64_t stream = 0;
+    const auto batch = builder_.ReadList(table, indptr, indices);
+    if (!batch || !FindStream(&stream)) return -1;
+    builder_.BuildList(*batch, stream);
+    return batch->num_rows;
+  }
+
+  // `Build` for tensors that the caller has looked at.
   void Launch(uintptr_t block_table, int64_t block_table_row_stride, uintptr_t seq_lens,
               uintptr_t kv_indptr, uintptr_t kv_indices, int64_t kv_indices_size, int32_t num_rows,
               uint64_t stream) {
@@ -150,6 +162,12 @@ class TensorTableBuilder {
   }
 
  private:
+  // False where only the caller can say what is wrong.
+  bool FindStream(uint64_t* stream) const {
+    if (builder_.device() == kCpu) return true;
+    return kWithCuda && exchange_.CurrentStream(builder_.device(), stream);
+  }
+
   TableBuilder builder_;
   TensorExchange exchange_;
 };
@@ -228,6 +246,7 @@ void BindTableBuilder(py::module_& module) {
       .def("build", &TensorTableBuilder::Build, py::arg("block_table"),
            py::arg("seq_lens") = py::none(), py::arg("kv_indptr") = py::none(),
            py::arg("kv_indices") = py::none(), py::pos_only())
+      .def("build_list", &TensorTableBuilder::BuildList)
       .def("launch", &TensorTableBuilder::Launch);
 }
 

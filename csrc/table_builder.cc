@@ -29,6 +29,10 @@ bool IsDenseList(const DLTensor& tensor, int32_t device) {
   return IsInt32(tensor) && tensor.ndim == 1 && IsDenseAlong(tensor, 0) && IsOn(tensor, device);
 }
 
+int64_t RowStride(const DLTensor& tensor) {
+  return tensor.strides == nullptr ? tensor.shape[1] : tensor.strides[0];
+}
+
 int32_t* Data(const DLTensor& tensor) {
   return reinterpret_cast<int32_t*>(static_cast<char*>(tensor.data) + tensor.byte_offset);
 }
@@ -38,36 +42,72 @@ int32_t* Data(const DLTensor& tensor) {
 TableBuilder::TableBuilder(const PageTableParams& table, int32_t device)
     : table_(table), max_rows_(table.table_rows), device_(device) {}
 
+bool TableBuilder::Takes(const DLTensor& block_table) const {
+  return IsInt32(block_table) && block_table.ndim == 2 && block_table.shape[0] <= max_rows_ &&
+         block_table.shape[1] == table_.block_columns && IsDenseAlong(block_table, 1) &&
+         IsOn(block_table, device_);
+}
+
+std::optional<TableBuilder::Batch> TableBuilder::ReadList(const DLTensor& block_table,
+                                                          const DLTensor& kv_indptr,
+                                                          const DLTensor& kv_indices) const {
+  if (!Takes(block_table) || !IsDenseList(kv_indptr, device_) ||
+      !IsDenseList(kv_indices, device_)) {
+    return std::nullopt;
+  }
+  const int64_t rows = kv_indptr.shape[0] - 1;
+  if (rows < 0 || rows > block_table.shape[0]) return std::nullopt;
+  Batch batch;
+  batch.block_table = Data(block_table);
+  batch.block_table_row_stride = RowStride(block_table);
+  batch.kv_indptr = Data(kv_indptr);
+  batch.kv_indices = Data(kv_indices);
+  batch.kv_indices_size = kv_indices.shape[0];
+  batch.num_rows = static_cast<int32_t>(rows);
+  return batch;
+}
+
 std::optional<TableBuilder::Batch> TableBuilder::Read(const DLTensor& block_table,
                                                       const DLTensor* seq_lens,
                                                       const DLTensor* kv_indptr,
                                                       const DLTensor* kv_indices) const {
-  if (!IsInt32(block_table) || block_table.ndim != 2 || block_table.shape[0] > max_rows_ ||
-      block_table.shape[1] != table_.block_columns || !IsDenseAlong(block_table, 1) ||
-      !IsOn(block_table, device_)) {
+  if (!Takes(block_table) || (kv_indptr == nullptr) != (kv_indices == nullptr)) {
     return std::nullopt;
   }
-  const int64_t rows = block_table.shape[0];
   Batch batch;
-  batch.block_table = Data(block_table);
-  batch.block_table_row_stride =
-      block_table.strides == nullptr ? block_table.shape[1] : block_table.strides[0];
-  batch.num_rows = static_cast<int32_t>(rows);
-  if (seq_lens != nullptr) {
-    if (!IsDenseList(*seq_lens, device_) || seq_lens->shape[0] != rows) return std::nullopt;
-    batch.seq_lens = Data(*seq_lens);
-  }
-  if ((kv_indptr == nullptr) != (kv_indices == nullptr)) return std::nullopt;
   if (kv_indptr != nullptr) {
-    if (!IsDenseList(*kv_indptr, device_) || kv_indptr->shape[0] != rows + 1 ||
-        !IsDenseList(*kv_indices, device_)) {
+    const auto list = ReadList(block_table, *kv_indptr, *kv_indices);
+    if (!list || list->num_rows != block_table.shape[0]) return std::nullopt;
+    batch = *list;
+  } else {
+    batch.block_table = Data(block_table);
+    batch.block_table_row_stride = RowStride(block_table);
+    batch.num_rows = static_cast<int32_t>(block_table.shape[0]);
+  }
+  if (seq_lens != nullptr) {
+    if (!IsDenseList(*seq_lens, device_) || seq_lens->shape[0] != batch.num_rows) {
       return std::nullopt;
     }
-    batch.kv_indptr = Data(*kv_indptr);
-    batch.kv_indices = Data(*kv_indices);
-    batch.kv_indices_size = kv_indices->shape[0];
+    batch.seq_lens = Data(*seq_lens);
   }
   return batch;
+}
+
+KvIndicesParams TableBuilder::ListOf(const Batch& batch) const {
+  return {batch.block_table,
+          batch.block_table_row_stride,
+          batch.kv_indptr,
+          batch.kv_indices,
+          batch.kv_indices_size,
+          batch.num_rows,
+          table_.block_columns,
+          table_.row_parts,
+          table_.map};
+}
+
+void TableBuilder::BuildList(const Batch& batch, uint64_t stream) const {
+  const KvIndicesParams list = ListOf(batch);
+  REPAGE_DISPATCH(BuildKvIndices, list, device_, stream);
 }
 
 void TableBuilder::Build(const Batch& batch, uint64_t stream) {
@@ -82,13 +122,10 @@ void TableBuilder::Build(const Batch& batch, uint64_t stream) {
   }
   if (batch.kv_indptr == nullptr) {
     REPAGE_DISPATCH(BuildPageTable, table, device_, stream);
-    return;
+  } else {
+    const GroupTablesParams both{table, ListOf(batch)};
+    REPAGE_DISPATCH(BuildGroupTables, both, device_, stream);
   }
-  const GroupTablesParams both{
-      table,
-      {batch.block_table, batch.block_table_row_stride, batch.kv_indptr, batch.kv_indices,
-       batch.kv_indices_size, batch.num_rows, table.block_columns, table.row_parts, table.map}};
-  REPAGE_DISPATCH(BuildGroupTables, both, device_, stream);
 }
 
 }  // namespace repage

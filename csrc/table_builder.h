@@ -35,12 +35,22 @@ class TableBuilder {
   std::optional<Batch> Read(const DLTensor& block_table, const DLTensor* seq_lens,
                             const DLTensor* kv_indptr, const DLTensor* kv_indices) const;
 
+  // The same for the CSR form alone, which may have fewer rows than the block table.
+  std::optional<Batch> ReadList(const DLTensor& block_table, const DLTensor& kv_indptr,
+                                const DLTensor& kv_indices) const;
+
   // Rebuilds the table in one launch. `stream` is of the table's device.
   void Build(const Batch& batch, uint64_t stream);
+
+  // Writes the CSR form and leaves the table alone.
+  void BuildList(const Batch& batch, uint64_t stream) const;
 
   int32_t device() const { return device_; }
 
  private:
+  bool Takes(const DLTensor& block_table) const;
+  KvIndicesParams ListOf(const Batch& batch) const;
+
   PageTableParams table_;
   int32_t max_rows_;
   int32_t device_;

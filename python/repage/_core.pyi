@@ -81,6 +81,7 @@ class TableBuilder:
         kv_indices: Any = None,
         /,
     ) -> int: ...
+    def build_list(self, block_table: Any, kv_indptr: Any, kv_indices: Any, /) -> int: ...
     def launch(
         self,
         block_table: int,

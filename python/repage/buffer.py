@@ -20,6 +20,7 @@ from repage._arguments import (
     raise_for_block_ids,
 )
 from repage.errors import ShapeError
+from repage.ops import build_kv_indices
 from repage.plan import PagePlan
 
 
@@ -94,6 +95,7 @@ class PageTableBuffer:
         )
         self._build = nvtx.ranged(builder.build, "build_page_table", name)
         self._build_both = nvtx.ranged(builder.build, "build_group_tables", name)
+        self._build_list = nvtx.ranged(builder.build_list, "build_kv_indices", name)
         self._launch = nvtx.ranged(builder.launch, "build_page_table", name)
         self._launch_both = nvtx.ranged(builder.launch, "build_group_tables", name)
 
@@ -148,10 +150,65 @@ class PageTableBuffer:
             rows = self._build_both(block_table, seq_lens, kv_indptr, kv_indices)
         if rows < 0:
             rows = self._check_and_launch(block_table, seq_lens, kv_indptr, kv_indices)
+        return self.first_rows(rows)
+
+    def first_rows(self, rows: int) -> torch.Tensor:
+        """Return the table of a batch as `build` would, without building it.
+
+        Parameters
+        ----------
+        rows : int
+            R.
+
+        Returns
+        -------
+        torch.Tensor
+            int32 [R, W * r], contiguous; the same object for as many rows every time.
+
+        Raises
+        ------
+        ShapeError
+            When the table has fewer rows.
+        """
         view = self._views.get(rows)
         if view is None:
+            if not 0 <= rows <= self.table.shape[0]:
+                raise ShapeError(f"rows: expected 0 .. {self.table.shape[0]}, got {rows}")
             view = self._views[rows] = self.table[:rows]
         return view
+
+    def build_kv_indices(
+        self, block_table: torch.Tensor, kv_indptr: torch.Tensor, kv_indices: torch.Tensor
+    ) -> torch.Tensor:
+        """Build the CSR form of a batch alone: `repage.build_kv_indices` at the price of `build`.
+
+        Parameters
+        ----------
+        block_table : torch.Tensor
+            int32 [R, W], on the buffer's device.
+        kv_indptr : torch.Tensor
+            int32 [R' + 1], R' <= R, as in `repage.build_kv_indices`, for the leading rows.
+        kv_indices : torch.Tensor
+            int32 [any], which is written.
+
+        Returns
+        -------
+        torch.Tensor
+            `kv_indices`. The table is as it was.
+
+        Raises
+        ------
+        DtypeError, DeviceError, ShapeError, ContiguityError, PageIdError, CudaUnavailableError
+            As `repage.build_kv_indices`; ids are checked as in `build`.
+        """
+        if self._debug or self._build_list(block_table, kv_indptr, kv_indices) < 0:
+            check_tensor("block_table", block_table, torch.int32, 2, like=self.table)
+            check_tensor("kv_indptr", kv_indptr, torch.int32, 1, like=block_table)
+            rows = max(kv_indptr.shape[0] - 1, 0)
+            build_kv_indices(
+                block_table[:rows], kv_indptr, self.plan, out=kv_indices, check_ids=self._debug
+            )
+        return kv_indices
 
     def _check(
         self,

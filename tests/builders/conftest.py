@@ -78,5 +78,15 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     for name in ("build_page_table", "build_kv_indices", "map_slots"):
         monkeypatch.setattr(repage, name, counted(name, getattr(repage, name)))
     build = repage.PageTableBuffer.build
-    monkeypatch.setattr(repage.PageTableBuffer, "build", counted("build_page_table", build))
+
+    def counted_build(*args: Any, **kwargs: Any) -> Any:
+        with_list = kwargs.get("kv_indptr") is not None
+        counts["build_group_tables" if with_list else "build_page_table"] += 1
+        return build(*args, **kwargs)
+
+    monkeypatch.setattr(repage.PageTableBuffer, "build", counted_build)
+    build_list = repage.PageTableBuffer.build_kv_indices
+    monkeypatch.setattr(
+        repage.PageTableBuffer, "build_kv_indices", counted("build_kv_indices", build_list)
+    )
     return counts

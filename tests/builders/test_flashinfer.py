@@ -11,11 +11,13 @@ import torch
 
 from builders.world import LAYERS, MAX_NUM_SEQS, Batch, World, decode_table, page_list, world_of
 from repage.errors import UnsupportedVllmError
+from repage.vllm.compat import flashinfer_backend_module
 from repage.vllm.impl import CHOICE_ATTRIBUTE
 from repage.vllm.table import GroupTable
 
 ONE_TABLE = {"build_page_table": 1}
 ONE_LIST = {"build_kv_indices": 1}
+BOTH = {"build_group_tables": 1}
 TABLE_PATHS = [("xqa", 64), ("trtllm-gen", 128)]
 
 
@@ -87,13 +89,40 @@ def test_prefill_and_decode_share_one_table_on_sm100(on_path: Any, launches: Cou
 def test_xqa_decodes_with_the_table_and_prefills_with_the_list(
     on_path: Any, launches: Counter[str]
 ) -> None:
+    """Both in one launch; a batch without prefill has no list."""
     world, builder = world_of(on_path("xqa"))
-    batch = world.batch([[3, 1], [4, 5]], [700, 900], [1, 300])
-    metadata = world.build(builder, batch)
+    address = None
+    for rows, lengths, queries, expected_launches in (
+        ([[3, 1], [4, 5]], [700, 900], [1, 300], BOTH),
+        ([[8, 2, 6, 7], [9]], [2560, 64], [1, 1], ONE_TABLE),
+        ([[10], [11, 2]], [640, 1280], [1, 2], BOTH),
+    ):
+        launches.clear()
+        batch = world.batch(rows, lengths, queries)
+        metadata = world.build(builder, batch)
+        decodes = queries.count(1)
+        table = decode_table(metadata)
+        assert torch.equal(table, world.pages(batch, 64, LAYERS[0])[:decodes])
+        assert address in (None, table.data_ptr())
+        address = table.data_ptr()
+        if expected_launches == BOTH:
+            pages = page_list(world, batch, 64)
+            assert builder.paged_kv_indices[: len(pages)].tolist() == pages
+        assert launches == expected_launches
+
+
+def test_a_list_of_fewer_rows_is_built_apart(on_path: Any, launches: Counter[str]) -> None:
+    """Another vLLM may list the prefills alone."""
+    world, builder = world_of(on_path("xqa"))
+    batch = world.batch([[3, 1], [4, 5]], [700, 900])
+    pages = builder.parent_table(builder.group_table, batch.table, batch.seq_lens)
+    out = torch.zeros(11, dtype=torch.int32)
+    indptr = torch.tensor([0, 11], dtype=torch.int32)
+    flashinfer_backend_module()._copy_page_indices_kernel[(1,)](out, pages, pages.stride(0), indptr)
+    builder.complete_table(pages)
     expected = world.pages(batch, 64, LAYERS[0])
-    assert torch.equal(decode_table(metadata), expected[:1])
-    pages = page_list(world, batch, 64)
-    assert builder.paged_kv_indices[: len(pages)].tolist() == pages
+    assert torch.equal(pages, expected)
+    assert torch.equal(out, expected[0, :11])
     assert launches == {**ONE_TABLE, **ONE_LIST}
 
 

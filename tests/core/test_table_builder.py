@@ -9,9 +9,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import repage
 from repage import _core, errors
+from support import oracle
+from support.guarded import Guarded
 
 GEOMETRY = repage.BlockGeometry.dense(
     "NHC", num_blocks=8, block_tokens=64, num_heads=2, content_bytes=32, block_stride=65_536
@@ -46,6 +50,71 @@ def test_the_core_reads_tensors_without_the_caller() -> None:
     assert torch.equal(out[:2], expected.int())
     assert (out[2] == UNTOUCHED).all()  # no row of an earlier batch to clear
     assert torch.equal(indices, torch.cat([expected[0, :5], expected[1, :1]]).int())
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2])
+def test_a_list_alone_leaves_the_table(rows: int) -> None:
+    """And may be of fewer rows."""
+    out = torch.full((ROWS, WIDTH * PAGES), UNTOUCHED, dtype=I32)
+    listed = torch.full((9,), UNTOUCHED, dtype=I32)
+    assert builder(out).build_list(TABLE, INDPTR[: rows + 1], listed) == rows
+    assert (out == UNTOUCHED).all()
+    expected = [64, 65, 66, 67, 128, 320][: int(INDPTR[rows])]
+    assert listed.tolist() == expected + [UNTOUCHED] * (9 - len(expected))
+
+
+LISTS_NOT_TAKEN: list[tuple[tuple[object, ...], type[errors.RepageError], str]] = [
+    (([[1]], INDPTR, INDPTR), errors.DtypeError, "block_table: expected a torch.Tensor"),
+    ((TABLE.long(), INDPTR, INDPTR), errors.DtypeError, "block_table: expected dtype"),
+    ((TABLE, None, INDPTR), errors.DtypeError, "kv_indptr: expected a torch.Tensor"),
+    ((TABLE, INDPTR[0], INDPTR), errors.ShapeError, "kv_indptr: expected 1 dim"),
+    ((TABLE, torch.zeros(4, dtype=I32), INDPTR), errors.ShapeError, "kv_indptr: expected 3"),
+    ((TABLE, INDPTR[:0], INDPTR), errors.ShapeError, "kv_indptr: expected 1 elements for 0"),
+    ((TABLE, INDPTR, INDPTR.long()), errors.DtypeError, "out: expected dtype"),
+    ((TABLE, INDPTR, TABLE), errors.ShapeError, "out: expected 1 dim"),
+]
+
+
+@pytest.mark.parametrize(("tensors", "error", "message"), LISTS_NOT_TAKEN)
+def test_lists_that_do_not_fit(
+    tensors: tuple[object, ...], error: type[errors.RepageError], message: str
+) -> None:
+    assert builder(torch.zeros((ROWS, WIDTH * PAGES), dtype=I32)).build_list(*tensors) == -1
+    buffer = repage.PageTableBuffer(PLAN, ROWS, WIDTH, torch.device("cpu"))
+    with pytest.raises(error, match=message):
+        buffer.build_kv_indices(*tensors)
+
+
+@given(oracle.pools(), st.data())
+def test_a_buffer_lists_what_the_function_lists(
+    device: str, pool: oracle.Pool, data: st.DataObject
+) -> None:
+    rows, width = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6))
+    buffer = repage.PageTableBuffer(pool.plan, rows, width, torch.device(device))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    block_table = rng.integers(-1, pool.num_blocks + 1, (rows, width), dtype=np.int32)
+    listed = data.draw(st.integers(0, rows))
+    most = width * pool.pages_per_block + 2
+    kv_indptr = np.cumsum([0, *rng.integers(0, most, listed)], dtype=np.int32)
+    out = Guarded((int(kv_indptr[-1]),), I32, device, shift=data.draw(st.integers(0, 3)))
+    buffer.build_kv_indices(
+        torch.from_numpy(block_table).to(device),
+        torch.from_numpy(kv_indptr).to(device),
+        out.tensor,
+    )
+    empty = np.zeros(int(kv_indptr[-1]), dtype=np.int32)
+    expected = oracle.kv_indices(pool.page_ids(), block_table[:listed], kv_indptr, empty)
+    assert np.array_equal(out.tensor.cpu().numpy(), expected)
+    assert not buffer.table.any()
+    out.assert_untouched_around()
+
+
+def test_the_rows_of_a_table_are_one_view() -> None:
+    buffer = repage.PageTableBuffer(PLAN, ROWS, WIDTH, torch.device("cpu"))
+    assert buffer.first_rows(2) is buffer.build(TABLE)
+    for rows in (-1, ROWS + 1):
+        with pytest.raises(errors.ShapeError, match=rf"rows: expected 0 \.\. 3, got {rows}"):
+            buffer.first_rows(rows)
 
 
 @pytest.mark.parametrize("rows", [0, 1])

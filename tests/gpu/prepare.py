@@ -299,7 +299,7 @@ def copy_tvm_ffi(output: Path, versions: list[str]) -> None:
         (wheel,) = wheels.glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             for member in archive.namelist():
-                if member.endswith((".py", ".so", "/METADATA")):
+                if member.endswith((".py", ".so", "/METADATA", "/dlpack.h")):  # repage needs it
                     archive.extract(member, site)
         shutil.rmtree(wheels)
 

@@ -57,37 +57,35 @@ def manager_slots() -> None:
 
 def stale_table() -> None:
     """Leave the first batch's table, or page list, in the persistent buffer."""
-    build, build_list = repage.PageTableBuffer.build, repage.build_kv_indices
+    build, build_list = repage.PageTableBuffer.build, repage.PageTableBuffer.build_kv_indices
     built: set[int] = set()
 
-    def build_list_once(
-        block_table: Tensor, kv_indptr: Tensor, plan: repage.PagePlan, *, out: Tensor, **kwargs: Any
-    ) -> Tensor:
-        if out.data_ptr() in built:
-            return out
-        built.add(out.data_ptr())
-        return build_list(block_table, kv_indptr, plan, out=out, **kwargs)
-
     def build_once(
-        self: repage.PageTableBuffer, block_table: Tensor, seq_lens: Tensor | None = None
+        self: repage.PageTableBuffer, block_table: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
         if id(self) in built:
             return self.table[: block_table.shape[0]]
         built.add(id(self))
-        return build(self, block_table, seq_lens)
+        return build(self, block_table, *args, **kwargs)
+
+    def build_list_once(
+        self: repage.PageTableBuffer, block_table: Tensor, kv_indptr: Tensor, kv_indices: Tensor
+    ) -> Tensor:
+        if kv_indices.data_ptr() in built:
+            return kv_indices
+        built.add(kv_indices.data_ptr())
+        return build_list(self, block_table, kv_indptr, kv_indices)
 
     repage.PageTableBuffer.build = build_once  # type: ignore[method-assign, assignment]
-    repage.build_kv_indices = build_list_once
+    repage.PageTableBuffer.build_kv_indices = build_list_once  # type: ignore[method-assign]
 
 
 def wild_dead_columns() -> None:
     """Put an id outside the view behind the live pages; no kernel reads it."""
     build = repage.PageTableBuffer.build
 
-    def build_wild(
-        self: repage.PageTableBuffer, block_table: Tensor, seq_lens: Tensor | None = None
-    ) -> Tensor:
-        table = build(self, block_table, seq_lens)
+    def build_wild(self: repage.PageTableBuffer, *args: Any, **kwargs: Any) -> Tensor:
+        table = build(self, *args, **kwargs)
         table[:, -1] = self.plan.num_virtual_pages
         return table
 
@@ -97,7 +95,8 @@ def wild_dead_columns() -> None:
 def _renumber(number: Number) -> None:
     """Give pages the ids ``block * block_step + index * page_step`` of ``number(plan)``."""
     build_buffer = repage.PageTableBuffer.build
-    build_table, build_indices = repage.build_page_table, repage.build_kv_indices
+    build_list = repage.PageTableBuffer.build_kv_indices
+    build_table = repage.build_page_table
 
     def fill(table: Tensor, block_table: Tensor, plan: repage.PagePlan) -> Tensor:
         block_step, page_step = number(plan)
@@ -105,18 +104,9 @@ def _renumber(number: Number) -> None:
             table[:, index :: plan.pages_per_block] = block_table * block_step + index * page_step
         return table
 
-    def buffer(
-        self: repage.PageTableBuffer, block_table: Tensor, seq_lens: Tensor | None = None
+    def fill_list(
+        indices: Tensor, block_table: Tensor, kv_indptr: Tensor, plan: repage.PagePlan
     ) -> Tensor:
-        return fill(build_buffer(self, block_table, seq_lens), block_table, self.plan)
-
-    def page_table(block_table: Tensor, plan: repage.PagePlan, **kwargs: Any) -> Tensor:
-        return fill(build_table(block_table, plan, **kwargs), block_table, plan)
-
-    def kv_indices(
-        block_table: Tensor, kv_indptr: Tensor, plan: repage.PagePlan, **kwargs: Any
-    ) -> Tensor:
-        indices = build_indices(block_table, kv_indptr, plan, **kwargs)
         width = block_table.shape[1] * plan.pages_per_block
         rows = torch.empty(block_table.shape[0], width, dtype=torch.int32)
         fill(rows, block_table, plan)
@@ -125,9 +115,32 @@ def _renumber(number: Number) -> None:
             indices[starts[row] : starts[row + 1]] = rows[row, : starts[row + 1] - starts[row]]
         return indices
 
+    def buffer(
+        self: repage.PageTableBuffer,
+        block_table: Tensor,
+        seq_lens: Tensor | None = None,
+        *,
+        kv_indptr: Tensor | None = None,
+        kv_indices: Tensor | None = None,
+    ) -> Tensor:
+        lists = {"kv_indptr": kv_indptr, "kv_indices": kv_indices}
+        table = build_buffer(self, block_table, seq_lens, **lists)
+        if kv_indptr is not None and kv_indices is not None:
+            fill_list(kv_indices, block_table, kv_indptr, self.plan)
+        return fill(table, block_table, self.plan)
+
+    def buffer_list(
+        self: repage.PageTableBuffer, block_table: Tensor, kv_indptr: Tensor, kv_indices: Tensor
+    ) -> Tensor:
+        build_list(self, block_table, kv_indptr, kv_indices)
+        return fill_list(kv_indices, block_table, kv_indptr, self.plan)
+
+    def page_table(block_table: Tensor, plan: repage.PagePlan, **kwargs: Any) -> Tensor:
+        return fill(build_table(block_table, plan, **kwargs), block_table, plan)
+
     repage.PageTableBuffer.build = buffer  # type: ignore[method-assign, assignment]
+    repage.PageTableBuffer.build_kv_indices = buffer_list  # type: ignore[method-assign]
     repage.build_page_table = page_table
-    repage.build_kv_indices = kv_indices
 
 
 FAULTS: Mapping[str, Callable[[], None]] = {

@@ -151,6 +151,7 @@ class RepagedBuilder(_Parent):
             )
         )
         metadata = super().build(common_prefix_len, common, *args, **kwargs)
+        self.complete_table(common.block_table_tensor)
         setattr(metadata, CHOICE_ATTRIBUTE, table.choice)
         return metadata
 
@@ -178,6 +179,7 @@ class RepagedBuilder(_Parent):
             return super().update_block_table(metadata, blk_table, slot_mapping)
         pages = self.parent_table(table, blk_table, getattr(metadata, "seq_lens", None))
         updated = super().update_block_table(metadata, pages, slot_mapping)
+        self.complete_table(pages)
         setattr(updated, CHOICE_ATTRIBUTE, table.choice)
         return updated
 
@@ -222,3 +224,12 @@ class RepagedBuilder(_Parent):
             int32 [R, W * r], page ids.
         """
         return table.build(block_table, seq_lens)
+
+    def complete_table(self, pages: torch.Tensor) -> None:
+        """Finish what `parent_table` gave the parent, which is done with its build.
+
+        Parameters
+        ----------
+        pages : torch.Tensor
+            From `parent_table`.
+        """

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import repage
 from repage import KernelPageRules
 from repage.errors import UnsupportedVllmError
 from repage.vllm import compat
@@ -35,6 +34,54 @@ if TYPE_CHECKING:
     from repage.vllm.table import GroupTable
 
 _SOURCE_ATTRIBUTE = "repage_source"
+
+
+class _Source:
+    """What the page table of a batch is made from; attached to its tensor during the build.
+
+    Parameters
+    ----------
+    table : GroupTable
+        The builder's.
+    pages : torch.Tensor
+        int32 [R, W * r], the page table.
+    block_table : torch.Tensor
+        int32 [R, W], manager block ids.
+    seq_lens : torch.Tensor or None
+        int32 [R].
+    unwritten : bool
+        Whether the page table is still to be written.
+    """
+
+    def __init__(
+        self,
+        table: GroupTable,
+        pages: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor | None,
+        *,
+        unwritten: bool,
+    ) -> None:
+        self.block_table = block_table
+        self._table = table
+        self._pages = pages
+        self._seq_lens = seq_lens
+        self._unwritten = unwritten
+
+    def write_list(self, kv_indptr: torch.Tensor, kv_indices: torch.Tensor) -> None:
+        """Write the page list, and the table where that is still to be done."""
+        rows = kv_indptr.shape[0] - 1
+        if self._unwritten and rows == self.block_table.shape[0]:
+            self._table.fill(self._pages, self.block_table, self._seq_lens, kv_indptr, kv_indices)
+            self._unwritten = False
+        else:
+            self._table.list_pages(self.block_table, kv_indptr, kv_indices)
+
+    def write_table(self) -> None:
+        """Write the table where that is still to be done."""
+        if self._unwritten:
+            self._table.fill(self._pages, self.block_table, self._seq_lens)
+            self._unwritten = False
 
 
 class FlashInferPolicy(BackendPolicy):
@@ -114,6 +161,8 @@ if TYPE_CHECKING:
     class _Parent:
         """``FlashInferMetadataBuilder``, which follows the mixin in the bases (factory.py)."""
 
+        flashinfer_trtllm_api_decode_kernel: Any
+
         def _compute_flashinfer_kv_metadata(self, *args: Any, **kwargs: Any) -> Any: ...
 else:
     _Parent = object
@@ -139,16 +188,35 @@ class RepagedFlashInferBuilder(RepagedBuilder, _Parent):
         Returns
         -------
         torch.Tensor
-            int32 [R, W * r]. Where no kernel of the group takes a 2-D table it is not filled in:
-            all its entries are the null page.
+            int32 [R, W * r]. Where no kernel of the group takes a 2-D table it is not filled in,
+            and where the parent only passes it on, not yet: one launch then writes the page list
+            too, if the batch has one.
         """
-        pages = (
-            table.unfilled(block_table)
-            if _reads_page_lists_only(self)
-            else table.build(block_table, seq_lens)
-        )
-        setattr(pages, _SOURCE_ATTRIBUTE, (block_table, table.plan()))
+        unwritten = False
+        if compat.flashinfer_backend_module().current_platform.is_device_capability_family(100):
+            # Prefill with trtllm-gen and an fp8 cache copies entries during the build
+            # (flashinfer.py:1613-1632, 0.32.0).
+            pages = table.build(block_table, seq_lens)
+        else:
+            pages = table.unfilled(block_table)
+            # Below SM100 prefill is native always, decode where XQA was not chosen for the group
+            # (utils/flashinfer.py:675-697, 0.33.0).
+            unwritten = self.flashinfer_trtllm_api_decode_kernel is not None
+        source = _Source(table, pages, block_table, seq_lens, unwritten=unwritten)
+        setattr(pages, _SOURCE_ATTRIBUTE, source)
         return pages
+
+    def complete_table(self, pages: torch.Tensor) -> None:
+        """Write the table of a batch that had no page list.
+
+        Parameters
+        ----------
+        pages : torch.Tensor
+            From `parent_table`.
+        """
+        source: _Source = getattr(pages, _SOURCE_ATTRIBUTE)
+        delattr(pages, _SOURCE_ATTRIBUTE)  # the tensor may serve the next batch too
+        source.write_table()
 
     def _compute_flashinfer_kv_metadata(
         self,
@@ -174,8 +242,9 @@ class RepagedFlashInferBuilder(RepagedBuilder, _Parent):
 class PageListKernel:
     """Stands for vLLM's kernel that copies table rows into ``paged_kv_indices``.
 
-    A page table that repage made carries its manager table: the list is then built from that one
-    in one launch. Every other table goes to vLLM's kernel (``flashinfer.py:1535``, 0.33.0).
+    A page table that repage made carries its manager table: the list is then built from that one,
+    in one launch with the table where that is still to be written. Every other table goes to
+    vLLM's kernel (``flashinfer.py:1535``, 0.33.0).
 
     Parameters
     ----------
@@ -196,14 +265,12 @@ class PageListKernel:
             cu_num_blocks: torch.Tensor,
             **options: Any,
         ) -> None:
-            source = getattr(block_table, _SOURCE_ATTRIBUTE, None)
+            source: _Source | None = getattr(block_table, _SOURCE_ATTRIBUTE, None)
             if source is None:
                 stock = self._stock[grid]
                 stock(page_indices, block_table, block_table_stride, cu_num_blocks, **options)
                 return
-            manager_table, plan = source
-            rows = cu_num_blocks.shape[0] - 1
-            repage.build_kv_indices(manager_table[:rows], cu_num_blocks, plan, out=page_indices)
+            source.write_list(cu_num_blocks, page_indices)
 
         return launch
 
@@ -229,19 +296,6 @@ def _may_use_large_pages(context: PageContext) -> bool:
         and heads[0] // heads[1] > 1
         and module.can_use_trtllm_attention(*heads)
         and not compat.may_be_non_causal(config, context.layer_names)
-    )
-
-
-def _reads_page_lists_only(builder: Any) -> bool:
-    """Whether no kernel of a builder takes a 2-D table.
-
-    Below SM100 prefill is native always, decode where XQA was not chosen for the group
-    (``utils/flashinfer.py:675-697``, 0.33.0).
-    """
-    module = compat.flashinfer_backend_module()
-    return (
-        builder.flashinfer_trtllm_api_decode_kernel is None
-        and not module.current_platform.is_device_capability_family(100)
     )
 
 

@@ -128,7 +128,9 @@ class GroupTable:
         return table
 
     def unfilled(self, block_table: torch.Tensor) -> torch.Tensor:
-        """Return a table of the right shape for a parent that reads none of its entries.
+        """Return the table of a batch before its entries are written.
+
+        For parents that read none of them, or none before `fill`.
 
         Parameters
         ----------
@@ -138,7 +140,8 @@ class GroupTable:
         Returns
         -------
         torch.Tensor
-            int32 [R, W * r], contiguous, all entries the null page. No launch.
+            int32 [R, W * r], contiguous, where `build` puts this batch's table. No launch; the
+            entries are valid page ids, of an earlier batch or of the null page.
 
         Raises
         ------
@@ -149,10 +152,63 @@ class GroupTable:
         rows, width = block_table.shape
         buffer = self._fitting_buffer(plan, block_table)
         if buffer is not None:
-            return buffer.table[:rows]
+            return buffer.first_rows(rows)
         return torch.zeros(
             (rows, width * plan.pages_per_block), dtype=torch.int32, device=self._device
         )
+
+    def fill(
+        self,
+        table: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor | None,
+        kv_indptr: torch.Tensor | None = None,
+        kv_indices: torch.Tensor | None = None,
+    ) -> None:
+        """Write the entries of a batch's table, and its page list with them, in one launch.
+
+        Parameters
+        ----------
+        table : torch.Tensor
+            From `unfilled` or `build`, for the same batch.
+        block_table, seq_lens : torch.Tensor
+            As in `build`.
+        kv_indptr, kv_indices : torch.Tensor or None, default None
+            int32 [R + 1] and int32 [any], as in `repage.build_kv_indices`; both or none.
+        """
+        seq_lens = _fitting(seq_lens, block_table)
+        if self._buffer is not None and table.data_ptr() == self._buffer.table.data_ptr():
+            self._buffer.build(block_table, seq_lens, kv_indptr=kv_indptr, kv_indices=kv_indices)
+        else:
+            repage.build_page_table(
+                block_table,
+                self.plan(),
+                seq_lens=seq_lens,
+                lookahead=self.lookahead,
+                out=table,
+                kv_indptr=kv_indptr,
+                kv_indices=kv_indices,
+            )
+        self._last = (block_table, seq_lens, table)
+
+    def list_pages(
+        self, block_table: torch.Tensor, kv_indptr: torch.Tensor, kv_indices: torch.Tensor
+    ) -> None:
+        """Write the page list of a batch's leading rows, in one launch.
+
+        Parameters
+        ----------
+        block_table : torch.Tensor
+            int32 [R, W], manager block ids, that a table was asked for before.
+        kv_indptr, kv_indices : torch.Tensor
+            int32 [R' + 1], R' <= R, and int32 [any], as in `repage.build_kv_indices`.
+        """
+        if self._buffer is not None:
+            self._buffer.build_kv_indices(block_table, kv_indptr, kv_indices)
+        else:
+            rows = kv_indptr.shape[0] - 1
+            plan = self._plans[0]
+            repage.build_kv_indices(block_table[:rows], kv_indptr, plan, out=kv_indices)
 
     def refresh(self) -> None:
         """Rewrite the last batch's page table in place from its manager table as it is now.
@@ -168,12 +224,7 @@ class GroupTable:
         if self._last is None:
             raise GeometryError("the draft update came before any metadata was built")
         block_table, seq_lens, table = self._last
-        if self._buffer is not None and table.data_ptr() == self._buffer.table.data_ptr():
-            self._buffer.build(block_table, seq_lens)
-        else:
-            repage.build_page_table(
-                block_table, self.plan(), seq_lens=seq_lens, lookahead=self.lookahead, out=table
-            )
+        self.fill(table, block_table, seq_lens)
 
     def _is_current(self) -> bool:
         """Whether the plans are those of the caches that are bound now."""

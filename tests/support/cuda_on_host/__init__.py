@@ -130,6 +130,9 @@ class TableBuilder:
     def build(self, *_tensors) -> int:
         return -1
 
+    def build_list(self, *_tensors) -> int:
+        return -1
+
     def launch(
         self, table, row_stride, seq_lens, kv_indptr, kv_indices, kv_indices_size, rows, stream
     ) -> None:
