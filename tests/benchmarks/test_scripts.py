@@ -129,6 +129,34 @@ def test_a_live_table_that_leaves_stale_columns_is_caught() -> None:
         contenders.check()
 
 
+def test_pieces_of_vllm_are_vllms_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For GPU machines without vLLM; a dataclass, a method and a Triton kernel."""
+    pytest.importorskip("triton")
+    import inspect
+
+    import torch
+    from vllm.v1.worker.utils import AttentionGroup
+
+    import vllm_code
+    from page_table_cases import Contenders, Shape
+
+    assert vllm_code.version() is None
+    assert vllm_code.attention_group() is AttentionGroup
+    path = tmp_path / "new" / "pieces.py"
+    assert run("vllm_code.py", str(path)).returncode == 0
+    monkeypatch.setenv("REPAGE_BENCH_VLLM", str(path))
+    cut = vllm_code.attention_group()
+    assert cut is not AttentionGroup
+    for name in ("map_to_kernel_block_table", "_with_kernel_block_table"):
+        ours, theirs = getattr(cut, name), getattr(AttentionGroup, name)
+        assert inspect.getsource(ours) == inspect.getsource(theirs)
+    assert vllm_code.list_kernel().__name__ == "_copy_page_indices_kernel"
+    assert vllm_code.version()[0].isdigit()
+    contenders = Contenders(Shape(2, 8192, 5), torch.device("cpu"))
+    contenders.check()
+    assert type(contenders.vllm_groups[0]) is cut
+
+
 def test_a_trace_names_every_contender(tmp_path: Path) -> None:
     import torch
 
@@ -153,13 +181,17 @@ def test_judging_finds_the_worst_case_and_counts_misses() -> None:
         }
 
     cases = [case(1, 100, 8.0, 2.0, 1.0), case(2, 8 << 20, 10.0, 20.0, 10.0)]
-    room, full, live, copy = judge(cases, "cpu")
+    room, full, live, copy, listed = judge(cases, "cpu")
     assert "worst" not in room
     assert (full["worst"], full["where"]["batch"], full["missed"]) == (0.5, 2, 1)
     assert not full["holds"]
     assert live["cases"] == 2
     assert (copy["worst"], copy["cases"], copy["holds"]) == (2.0, 1, False)
+    assert "worst" not in listed  # vLLM's list is made by a kernel for GPUs
     assert judge(cases, "cuda")[3]["limit"] == 1.15
+    for found in cases:
+        found["us"] |= {"vllm csr": {"median": 9.0}, "repage csr": {"median": 3.0}}
+    assert judge(cases, "cuda")[4]["worst"] == 3.0
 
 
 def test_step_times_are_summed_by_part_and_judged_by_ratio() -> None:

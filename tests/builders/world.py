@@ -17,8 +17,9 @@ from torch import Tensor
 from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheTensor, create_kv_cache_views
-from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from support import kv_pool
 
 __all__ = [
     "CPU",
@@ -184,20 +185,8 @@ class World:
         """Allocate a pool and bind it: the layers, then `gap` bytes of another group, per block."""
         names = list(self.layers) if names is None else list(names)
         spec = self.spec() if spec is None else spec
-        page = spec.page_size_bytes
-        layout = KVCacheLayout[self.layout]
-        if layout.is_block_outermost:
-            block_stride, layer_stride = page * len(names) + gap, page
-            size = block_stride * self.num_blocks
-        else:
-            block_stride, layer_stride = page, page * self.num_blocks
-            size = layer_stride * len(names)
-        tensor = KVCacheTensor(
-            size=size, layers=names, layer_stride=layer_stride, block_stride=block_stride
-        )
-        raw = torch.zeros(size, dtype=torch.int8)
-        views = create_kv_cache_views(raw, spec, self.num_blocks, layout, tensor)
-        for name, view in zip(names, views, strict=True):
+        views = kv_pool.views(names, spec, self.layout, self.num_blocks, gap=gap)
+        for name, view in views.items():
             layer = self.layers[name]
             layer.kv_cache = view.squeeze(1) if isinstance(layer, MLAAttention) else view
 
@@ -237,24 +226,15 @@ class World:
             )
 
     def pages(self, batch: Batch, page_tokens: int, name: str, *, lookahead: int = 1) -> Tensor:
-        """The table by its definition: each page's address over the view's page stride."""
-        cache = self.layers[name].kv_cache
-        size = cache.element_size()
-        block = cache.stride(0) * size
-        unit = page_tokens * cache.stride(-2) * size
-        step = int(torch.tensor(block).gcd(torch.tensor(unit)))
-        count = self.block_tokens // page_tokens
-        rows = []
-        for blocks, length in zip(batch.table.tolist(), batch.seq_lens.tolist(), strict=True):
-            live = -(-(length + lookahead) // self.block_tokens) if length > 0 else 0
-            rows.append(
-                [
-                    (block_id * block + page * unit) // step if column < live else 0
-                    for column, block_id in enumerate(blocks)
-                    for page in range(count)
-                ]
-            )
-        return torch.tensor(rows, dtype=torch.int32)
+        """The table by its definition."""
+        return kv_pool.page_table(
+            self.layers[name].kv_cache,
+            batch.table,
+            batch.seq_lens,
+            block_tokens=self.block_tokens,
+            page_tokens=page_tokens,
+            lookahead=lookahead,
+        )
 
 
 class _PrefillBackend:

@@ -71,8 +71,8 @@ class Engine:
 
 @pytest.fixture
 def engine() -> Engine:
-    from plugin.conftest import LAYERS, FixedPages, RecordingBackend, World
     from repage.vllm.factory import repage_backend
+    from support.recording import LAYERS, FixedPages, RecordingBackend, World
 
     backend = repage_backend(RecordingBackend, FixedPages(32), module=__name__)
     world = World(layout="BLHNC", impl=backend.get_impl_cls())

@@ -319,6 +319,14 @@ def build_wheel(output: Path) -> str | None:
     return None if done.returncode == 0 else "the wheel of repage did not build"
 
 
+def cut_out_vllm(output: Path) -> str | None:
+    """Take along what the benchmark compares with; a GPU machine may have no vLLM."""
+    script = REPOSITORY / "benchmarks" / "vllm_code.py"
+    command = [sys.executable, str(script), str(output / "vllm_pieces.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return None if done.returncode == 0 else f"no code of vLLM: {done.stderr.strip()}"
+
+
 def check_bundle(output: Path) -> list[str]:
     """Import FlashInfer from the bundle alone, find every kernel, and call each.
 
@@ -365,7 +373,8 @@ def main() -> int:
     copy_tvm_ffi(output, list(dict.fromkeys(arguments.python)))
     problems = [f"{label}: {e['error']}" for label, e in report.items() if "error" in e]
     problems += [f"{label} does not load" for label, e in report.items() if e.get("loads") is False]
-    problems += [*filter(None, [build_wheel(output)]), *check_bundle(output)]
+    problems += [*filter(None, [build_wheel(output), cut_out_vllm(output)])]
+    problems += check_bundle(output)
     size = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
     if size > LIMIT_BYTES:
         problems.append(f"the bundle has {size} bytes, more than {LIMIT_BYTES}")

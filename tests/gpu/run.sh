@@ -3,17 +3,19 @@
 #
 # Everything that needs a GPU, in one go, on a bare machine without network:
 #
-#     bash tests/gpu/run.sh
+#     bash tests/gpu/run.sh            # all but the benchmark
+#     bash tests/gpu/run.sh benchmark  # any steps by name; repage is built in any case
 #
 # Expects Python (PYTHON, default python3) with torch for the machine's CUDA, pytest, hypothesis
-# and, to build repage there, nvcc, cmake, ninja, pybind11 and scikit-build-core. FlashInfer and
-# its kernels come from the bundle that tests/gpu/prepare.py leaves in BUNDLE (.cache/gpu-suite);
+# and, to build repage there, nvcc, cmake, ninja, pybind11, scikit-build-core and apache-tvm-ffi (of
+# the bundle, too). FlashInfer, its kernels and the code of vLLM that the benchmark compares with come from the bundle that tests/gpu/prepare.py leaves in BUNDLE (.cache/gpu-suite);
 # without it an installed flashinfer is used, and without either those checks are not available.
 #
 # Results go to $OUT (./gpu-results): summary.json (steps, exit codes, seconds), versions.json,
-# selftest.json with the timings, core.xml, sweeps.xml, sanitizer.log and run.log. Each step has a
-# time limit, a failing one does not stop the others, and the script fails if any did. The limits
-# add up to nine minutes; REPAGE_GPU_TIME, a whole number, multiplies them.
+# selftest.json with the timings, core.xml, sweeps.xml, sanitizer.log, benchmark.json, .png and
+# -trace.json, and run.log. Each step has a time limit, a failing one does not stop the others, and
+# the script fails if any did. The limits of the default steps add up to nine minutes, the
+# benchmark's is five; REPAGE_GPU_TIME, a whole number, multiplies them.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -87,14 +89,39 @@ sanitize() {
 export -f sanitize
 export OUT
 
+benchmark() {
+  local pieces=$BUNDLE/vllm_pieces.py
+  if [ -f "$pieces" ]; then
+    export REPAGE_BENCH_VLLM=$pieces
+  fi
+  "$PYTHON" benchmarks/page_tables.py --device cuda --budget 0.05 --strict \
+    --out "$OUT/benchmark.json" --plot "$OUT/benchmark.png" --trace "$OUT/benchmark-trace.json"
+}
+export -f benchmark
+
 step install 120 bash -c install_repage
-step versions 30 "$PYTHON" tests/gpu/versions.py "$OUT/versions.json"
 # Its own processes, so that a kernel that breaks the context only takes its group along.
-step selftest 120 "$PYTHON" tests/gpu/selftest_groups.py "$OUT/selftest.json" --limit $((90 * SCALE))
-step core 60 "$PYTHON" -m pytest -q -p no:cacheprovider -W default -m gpu tests/core --junitxml "$OUT/core.xml"
-step sweeps 100 "$PYTHON" -m pytest -q -p no:cacheprovider -W default -m gpu tests/gpu \
-  --junitxml "$OUT/sweeps.xml"
-step sanitizer 110 bash -c sanitize
+[ $# -gt 0 ] || set -- versions selftest core sweeps sanitizer
+for name in "$@"; do
+  case $name in
+    versions) step versions 30 "$PYTHON" tests/gpu/versions.py "$OUT/versions.json" ;;
+    selftest)
+      step selftest 120 "$PYTHON" tests/gpu/selftest_groups.py "$OUT/selftest.json" \
+        --limit $((90 * SCALE))
+      ;;
+    core)
+      step core 60 "$PYTHON" -m pytest -q -p no:cacheprovider -W default -m gpu tests/core \
+        --junitxml "$OUT/core.xml"
+      ;;
+    sweeps)
+      step sweeps 100 "$PYTHON" -m pytest -q -p no:cacheprovider -W default -m gpu tests/gpu \
+        tests/benchmarks/test_in_kernel.py --junitxml "$OUT/sweeps.xml"
+      ;;
+    sanitizer) step sanitizer 110 bash -c sanitize ;;
+    benchmark) step benchmark 300 bash -c benchmark ;;
+    *) step "$name" 5 bash -c 'echo "no such step" >&2; exit 2' ;;
+  esac
+done
 
 "$PYTHON" - "$STEPS" "$OUT/summary.json" << 'END'
 import json, sys

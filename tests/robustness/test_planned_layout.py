@@ -21,8 +21,8 @@ pytestmark = pytest.mark.usefixtures("clean")
 def ranks(clean: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Engines of one rank with mixed pages; each collects specs as it is planned by then."""
     del clean
-    from preference import test_hooks as fakes
     from repage.vllm.preference import install
+    from support import fake_ranks as fakes
 
     monkeypatch.setenv("REPAGE_LAYOUT", "auto")
     install()
@@ -74,8 +74,8 @@ def test_a_packed_engine_and_then_one_on_a_vllm_that_decides_itself(
 def test_an_engine_that_failed_to_start_leaves_nothing(
     ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from preference import test_hooks as fakes
     from repage.errors import UnsupportedLayoutError
+    from support import fake_ranks as fakes
 
     engine = ranks()
     engine.worker.supported = ["BLHNC"]
@@ -92,10 +92,10 @@ def test_an_engine_that_failed_to_start_leaves_nothing(
 
 
 def test_the_cpu_page_is_read_for_each_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    from plugin.conftest import World
     from repage.vllm import compat
     from repage.vllm.cpu_attn import CPUAttentionPolicy
     from repage.vllm.policy import PageContext, choose_page
+    from support.recording import World
 
     context = PageContext(World().spec(), compat.layout_by_name("BLHNC"))
     found = []

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines of several ranks in one process: real specs and executor, workers that only answer."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM's imports use what torch deprecates
+    from vllm.v1.executor.abstract import Executor
+
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+
+from repage.planner.request import offline_config
+from repage.vllm import layouts
+
+BLOCK = 640
+
+
+def attention(heads: int, dim: int, window: int | None = None, block: int = BLOCK) -> Any:
+    values: dict[str, Any] = {
+        "block_size": block,
+        "num_kv_heads": heads,
+        "head_size": dim,
+        "dtype": torch.bfloat16,
+    }
+    return (
+        FullAttentionSpec(**values)
+        if window is None
+        else SlidingWindowSpec(sliding_window=window, **values)
+    )
+
+
+TARGET, DRAFTER = attention(2, 256), attention(8, 128)
+STATE = MambaSpec(
+    block_size=BLOCK,
+    shapes=((TARGET.page_size_bytes // 2,),),
+    dtypes=(torch.bfloat16,),
+    page_size_padded=TARGET.page_size_bytes,
+    num_speculative_blocks=7,
+)
+
+
+class Whole:
+    """Takes every manager block whole, as re-paged backends do."""
+
+    name = "WHOLE"
+    sizes: tuple[Any, ...] = ()
+
+    @classmethod
+    def get_name(cls) -> str:
+        return cls.name
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, _spec: Any = None) -> list[Any]:
+        return list(cls.sizes)
+
+
+class Splitting(Whole):
+    """A stock backend of fixed pages."""
+
+    name, sizes = "FIXED", (16, 32, 64)
+
+
+class Worker:
+    """One rank; its sliding-window layers get small blocks unless the run is packed."""
+
+    def __init__(self, layers: dict[str, Any], backend: type, supported: list[str]) -> None:
+        self.layers, self.supported = layers, supported
+        context = {
+            name: SimpleNamespace(get_attn_backend=lambda: backend)
+            for name, spec in layers.items()
+            if not isinstance(spec, MambaSpec)
+        }
+        self.vllm_config = SimpleNamespace(
+            compilation_config=SimpleNamespace(static_forward_context=context)
+        )
+        self.modes: list[str | None] = []
+
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        packed = layouts.packed_layout()
+        self.modes.append(None if packed is None else packed.name)
+        small = {
+            name: spec.copy_with_new_block_size(64)
+            for name, spec in self.layers.items()
+            if packed is None and isinstance(spec, SlidingWindowSpec)
+        }
+        return {**self.layers, **small}
+
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        return list(self.supported)
+
+
+class Ranks(Executor):
+    """Runs every rank in this process."""
+
+    def __init__(self, *workers: Worker, length: int = 262_144) -> None:
+        self.workers = workers
+        self.vllm_config = offline_config(length, 8192)
+        self.vllm_config.cache_config.block_size = BLOCK
+        self.vllm_config.model_config.model = "fake"
+
+    def collective_rpc(self, method: Any, timeout=None, args=(), kwargs=None, non_block=False):
+        del timeout, kwargs, non_block
+        if isinstance(method, str):
+            return [getattr(worker, method)(*args) for worker in self.workers]
+        return [method(worker, *args) for worker in self.workers]
+
+
+Ranks.__abstractmethods__ = frozenset()
+
+
+def layers(**kinds: tuple[Any, int]) -> dict[str, Any]:
+    return {
+        f"{kind}.{index}": spec for kind, (spec, count) in kinds.items() for index in range(count)
+    }
+
+
+def headline() -> dict[str, Any]:
+    return layers(
+        state=(STATE, 30),
+        full=(TARGET, 10),
+        window=(attention(8, 128, 2048), 5),
+        draft=(DRAFTER, 1),
+    )
