@@ -171,7 +171,7 @@ class Contenders:
         rows, columns = self.expected[0].shape
         indptr = torch.arange(rows + 1, dtype=torch.int32, device=self.device) * columns
         names = ["repage csr", "repage both"]
-        if self.device.type == "cuda":
+        if vllm_code.list_kernel_runs_on(self.device):
             names.insert(0, "vllm csr")
         else:
             self.left_out["vllm csr"] = "vLLM copies the list with a Triton kernel for GPUs"

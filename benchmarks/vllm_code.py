@@ -15,7 +15,10 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 MAPPING = ("v1/worker/utils.py", "AttentionGroup")
 LIST_KERNEL = ("v1/attention/backends/flashinfer.py", "_copy_page_indices_kernel")
@@ -53,6 +56,11 @@ def list_kernel() -> Any:
     from vllm.v1.attention.backends import flashinfer
 
     return flashinfer._copy_page_indices_kernel
+
+
+def list_kernel_runs_on(device: torch.device) -> bool:
+    """Whether the list kernel can be called: on a GPU, or in Triton's interpreter."""
+    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def version() -> str | None:

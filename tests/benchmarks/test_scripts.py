@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -155,6 +156,35 @@ def test_pieces_of_vllm_are_vllms_own(tmp_path: Path, monkeypatch: pytest.Monkey
     contenders = Contenders(Shape(2, 8192, 5), torch.device("cpu"))
     contenders.check()
     assert type(contenders.vllm_groups[0]) is cut
+
+
+def test_vllms_list_kernel_competes_too(tmp_path: Path) -> None:
+    """It is Triton's; the interpreter runs it here, as GPU machines without vLLM would."""
+    pytest.importorskip("triton")
+    path = tmp_path / "pieces.py"
+    assert run("vllm_code.py", str(path)).returncode == 0
+    program = """
+import torch
+from page_table_cases import Contenders, Shape
+contenders = Contenders(Shape(2, 8192, 5, groups=2), torch.device("cpu"))
+contenders.check()
+contenders.check_after("vllm csr")
+contenders.functions["vllm csr"] = lambda: None
+try:
+    contenders.check()
+except SystemExit as error:
+    print(error)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=BENCHMARKS,
+        env=os.environ | {"TRITON_INTERPRET": "1", "REPAGE_BENCH_VLLM": str(path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "vllm csr made a wrong table" in result.stdout
 
 
 def test_a_trace_names_every_contender(tmp_path: Path) -> None:
