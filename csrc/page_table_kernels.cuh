@@ -69,55 +69,98 @@ __device__ inline int4 FourEntries(const PageMap& map, const int32_t* table_row,
   return make_int4(values[0], values[1], values[2], values[3]);
 }
 
-// Writes columns [0, live) of one row with entries of the table and columns
-// [live, end) with 0. The threads of `parts` thread blocks share the row.
-__device__ inline void WriteRow(const PageMap& map, const int32_t* table_row, int32_t* out,
-                                int32_t live, int32_t end, int32_t part, int32_t parts) {
-  using Groups = VectorGroups<int32_t>;
-  const int32_t last_block_column = map.pages_per_block.Quotient(live > 0 ? live - 1 : 0);
-  const int64_t step = int64_t{parts} * blockDim.x * Groups::kWidth;
-  int64_t column = (int64_t{part} * blockDim.x + threadIdx.x) * Groups::kWidth - Groups::Lead(out);
-  for (; column < end; column += step) {
-    if (column >= 0 && column + Groups::kWidth <= end) {
-      const int32_t first = static_cast<int32_t>(column);
-      int4 entries = make_int4(0, 0, 0, 0);
-      if (first < live) entries = FourEntries(map, table_row, first, live, last_block_column);
-      *reinterpret_cast<int4*>(out + first) = entries;
-    } else {
-      // The ends of a row that begins or ends inside a group.
+// One row of output, shared by the threads of `parts` thread blocks. Groups of
+// columns are counted by their position: the column plus the distance from the
+// address boundary to the row's start. Positions need 32 bits, columns 31;
+// 2^32 is far enough above for the last step of a loop.
+class RowWriter {
+ public:
+  // Columns [0, limit) are the row's.
+  __device__ RowWriter(int32_t* out, int32_t limit, int32_t part, int32_t parts)
+      : out_(out),
+        lead_(static_cast<uint32_t>(Groups::Lead(out))),
+        limit_(static_cast<uint32_t>(limit) + lead_),
+        position_((static_cast<uint32_t>(part) * blockDim.x + threadIdx.x) * kWidth),
+        step_(static_cast<uint32_t>(parts) * blockDim.x * kWidth) {}
+
+  // Writes every group that begins before column `live`: entries of the table,
+  // and 0 from `live` on.
+  __device__ void WriteEntries(const PageMap& map, const int32_t* table_row, int32_t live) {
+    const uint32_t end = static_cast<uint32_t>(live) + lead_;
+    const int32_t last_block_column = map.pages_per_block.Quotient(live > 0 ? live - 1 : 0);
+    for (; live > 0 && position_ < end; position_ += step_) {
+      const int32_t first = static_cast<int32_t>(position_ - lead_);
+      if (IsWhole()) {
+        *reinterpret_cast<int4*>(out_ + first) =
+            FourEntries(map, table_row, first, live, last_block_column);
+      } else {
+        // The ends of a row that begins or ends inside a group.
 #pragma unroll 1
-      for (int32_t i = 0; i < Groups::kWidth; ++i) {
-        const int64_t only = column + i;
-        if (only < 0 || only >= end) continue;
-        const int32_t at = static_cast<int32_t>(only);
-        out[at] = at < live ? PageTableEntry(map, table_row, at) : 0;
+        for (int32_t column = first < 0 ? 0 : first; column < first + kWidth; ++column) {
+          if (column + lead_ >= limit_) break;
+          out_[column] = column < live ? PageTableEntry(map, table_row, column) : 0;
+        }
       }
     }
   }
-}
+
+  // Writes 0 to the groups that follow, up to the one that holds column end - 1.
+  __device__ void WriteZeros(int32_t end) {
+    for (; position_ < static_cast<uint32_t>(end) + lead_; position_ += step_) {
+      const int32_t first = static_cast<int32_t>(position_ - lead_);
+      if (IsWhole()) {
+        *reinterpret_cast<int4*>(out_ + first) = make_int4(0, 0, 0, 0);
+      } else {
+#pragma unroll 1
+        for (int32_t column = first < 0 ? 0 : first; column < first + kWidth; ++column) {
+          if (column + lead_ >= limit_) break;
+          out_[column] = 0;
+        }
+      }
+    }
+  }
+
+ private:
+  using Groups = VectorGroups<int32_t>;
+  static constexpr int32_t kWidth = Groups::kWidth;
+
+  __device__ bool IsWhole() const { return position_ >= lead_ && position_ + kWidth <= limit_; }
+
+  int32_t* out_;
+  uint32_t lead_;
+  uint32_t limit_;
+  uint32_t position_;
+  uint32_t step_;
+};
 
 __device__ inline void BuildPageTableRow(const PageTableParams& params, int32_t row) {
   const int32_t columns = params.block_columns * params.map.pages_per_block.divisor;
-  const int32_t live = LiveColumns(params, row);
+  // Each thread block keeps a mark of its own: another block's may already have
+  // been replaced by this call's. Asked for first and looked at last, since only
+  // the zeros depend on it.
+  int32_t* mark = params.watermarks;
   int32_t end = columns;
-  if (params.watermarks != nullptr) {
-    // Each thread block keeps its own mark: another block's mark may already
-    // have been replaced by this call's.
-    int32_t* mark = params.watermarks + int64_t{row} * params.row_parts + blockIdx.x;
-    const int32_t dirty = *mark;
-    end = dirty > live ? dirty : live;
-    __syncthreads();
-    if (threadIdx.x == 0 && dirty != live) *mark = live;
+  if (mark != nullptr) {
+    mark += int64_t{row} * params.row_parts + blockIdx.x;
+    end = *mark;
   }
-  WriteRow(params.map, params.block_table + row * params.block_table_row_stride,
-           params.page_table + int64_t{row} * columns, live, end, blockIdx.x, params.row_parts);
+  const int32_t live = LiveColumns(params, row);
+  RowWriter writer(params.page_table + int64_t{row} * columns, columns, blockIdx.x,
+                   params.row_parts);
+  writer.WriteEntries(params.map, params.block_table + row * params.block_table_row_stride, live);
+  writer.WriteZeros(end);
+  if (mark != nullptr) {
+    __syncthreads();
+    if (threadIdx.x == 0 && end != live) *mark = live;
+  }
 }
 
 __device__ inline void BuildKvIndicesRow(const KvIndicesParams& params, int32_t row) {
   const KvIndicesRow place = LocateKvIndicesRow(params, row);
-  WriteRow(params.map, params.block_table + row * params.block_table_row_stride,
-           params.kv_indices + place.begin, place.mapped, place.entries, blockIdx.x,
-           params.row_parts);
+  RowWriter writer(params.kv_indices + place.begin, place.entries, blockIdx.x, params.row_parts);
+  writer.WriteEntries(params.map, params.block_table + row * params.block_table_row_stride,
+                      place.mapped);
+  writer.WriteZeros(place.entries);
 }
 
 // Grid: (row_parts, any), blocks of kThreadsPerBlock threads.
