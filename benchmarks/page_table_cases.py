@@ -183,8 +183,8 @@ class Contenders:
             mapped = group.map_to_kernel_block_table(table)
             copy_page_indices[(rows,)](out, mapped, mapped.stride(0), indptr, BLOCK_SIZE=1024)
 
-        def repage_csr(out: torch.Tensor, table: torch.Tensor) -> None:
-            repage.build_kv_indices(table, indptr, self.plan, out=out)
+        def repage_csr(buffer: Any, out: torch.Tensor, table: torch.Tensor) -> None:
+            buffer.build_kv_indices(table, indptr, out)
 
         def repage_both(buffer: Any, out: torch.Tensor, table: torch.Tensor) -> None:
             buffer.build(table, kv_indptr=indptr, kv_indices=out)
@@ -193,9 +193,9 @@ class Contenders:
             copy_page_indices = vllm_code.list_kernel()
             pairs = zip(self.vllm_groups, self.csr["vllm csr"], strict=True)
             self._each("vllm csr", [partial(vllm_csr, group, out) for group, out in pairs])
-        self._each("repage csr", [partial(repage_csr, out) for out in self.csr["repage csr"]])
-        both = zip(self.buffers, self.csr["repage both"], strict=True)
-        self._each("repage both", [partial(repage_both, buffer, out) for buffer, out in both])
+        for name, build in (("repage csr", repage_csr), ("repage both", repage_both)):
+            pairs = zip(self.buffers, self.csr[name], strict=True)
+            self._each(name, [partial(build, buffer, out) for buffer, out in pairs])
 
     @staticmethod
     def _build_live(buffer: Any, lengths: torch.Tensor, table: torch.Tensor) -> None:

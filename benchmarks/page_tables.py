@@ -125,8 +125,36 @@ def one_line(case: dict[str, Any]) -> str:
     )
 
 
+def results_table(result: dict[str, Any]) -> Table:
+    """Return medians of every shape, and how many times faster than vLLM's mapping repage is."""
+    contenders = [
+        name
+        for name in ("vllm", "copy", "repage", "repage live 10%", "repage live 8K", "repage csr")
+        if any(name in case["us"] for case in result["cases"])
+    ]
+    table = Table(title=f"{result['environment']['device']}, {result['unit']}")
+    for column in ("batch", "room", "r", "groups", "MiB"):
+        table.add_column(column, justify="right")
+    for name in contenders:
+        table.add_column(name, justify="right")
+        if name not in ("vllm", "copy"):
+            table.add_column("faster", justify="right")
+    for case in result["cases"]:
+        cells = [str(value) for value in case["shape"].values()]
+        cells.append(f"{case['table_bytes'] / 2**20:.2f}")
+        for name in contenders:
+            measured = name in case["us"]
+            cells.append(f"{case['us'][name]['median']:.1f}" if measured else "")
+            if name not in ("vllm", "copy"):
+                faster = page_table_targets.ratio(case, "vllm", name) if measured else 0.0
+                cells.append(f"{faster:.1f}x" if measured else "")
+        table.add_row(*cells)
+    return table
+
+
 def show(result: dict[str, Any], console: Console) -> None:
-    """Print the targets, and what was left out."""
+    """Print the results, the targets, and what was left out."""
+    Console(width=160).print(results_table(result))
     table = Table(title=f"{result['environment']['device']}, one thread")
     for column in ("target", "limit", "worst", "missed", "where"):
         table.add_column(column, overflow="fold")

@@ -309,3 +309,31 @@ def test_kernels_on_the_host_use_every_thread_of_a_block(
         buffer.build(torch.from_numpy(blocks), torch.from_numpy(seq_lens))
         expected = oracle.page_table(ids, blocks, seq_lens, 640)
         assert np.array_equal(buffer.table.numpy(), expected)
+
+
+@pytest.mark.parametrize("block_tokens", [320, 640])
+def test_tables_larger_than_caches(block_tokens: int) -> None:
+    """From 64 MiB on the CPU twin writes past them; half live, it does not."""
+    plan = repage.PagePlan(
+        repage.BlockGeometry.dense(
+            "NHC",
+            num_blocks=500,
+            block_tokens=block_tokens,
+            num_heads=1,
+            content_bytes=32,
+            block_stride=3 * block_tokens * 32,
+        ),
+        16,
+    )
+    rows, width = 257, -(-65_537 // plan.pages_per_block)
+    rng = np.random.default_rng(0)
+    table = torch.from_numpy(rng.integers(0, 500, (rows, width), dtype=np.int32))
+    expected = table.unsqueeze(-1) * plan.block_step + torch.arange(plan.pages_per_block)
+    expected = expected.reshape(rows, -1).int()
+    buffer = repage.PageTableBuffer(plan, rows, width, torch.device("cpu"))
+    assert buffer.table.nbytes > 64 << 20
+    assert torch.equal(buffer.build(table), expected)
+    half = width // 2
+    lengths = torch.full((rows,), half * block_tokens, dtype=torch.int32)
+    expected[:, half * plan.pages_per_block :] = 0
+    assert torch.equal(buffer.build(table, lengths), expected)
