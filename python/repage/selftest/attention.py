@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -154,22 +154,7 @@ def _decode(
         use_tensor_cores=use_tensor_cores,
         backend=backend,
     )
-    heads = queries.tokens.shape[1]
-    wrapper.plan(
-        pages.kv_indptr,
-        pages.kv_indices,
-        pages.last_page_len,
-        heads,
-        heads // GROUP,
-        queries.tokens.shape[2],
-        pages.page_tokens,
-        window_left=window_left,
-        q_data_type=queries.tokens.dtype,
-        kv_data_type=pages.key.dtype,
-    )
-    result = wrapper.run(queries.tokens, (pages.key, pages.value))
-    assert isinstance(result, torch.Tensor)
-    return result
+    return _plan_and_run(wrapper, pages, queries, window_left)
 
 
 def _prefill(
@@ -183,10 +168,22 @@ def _prefill(
     wrapper = kernels.prefill_wrapper(
         _workspace(queries.tokens.device), pages.layout, backend=backend
     )
-    heads = queries.tokens.shape[1]
     starts = torch.tensor([0, *queries.counts]).cumsum(0).to(torch.int32)
+    return _plan_and_run(wrapper, pages, queries, window_left, starts, causal=True)
+
+
+def _plan_and_run(
+    wrapper: Any,
+    pages: KernelPages,
+    queries: Queries,
+    window_left: int,
+    *query_starts: torch.Tensor,
+    **options: bool,
+) -> torch.Tensor:
+    """Call a native wrapper as vLLM does; prefill plans take the queries' starts first."""
+    heads = queries.tokens.shape[1]
     wrapper.plan(
-        starts,
+        *query_starts,
         pages.kv_indptr,
         pages.kv_indices,
         pages.last_page_len,
@@ -194,10 +191,10 @@ def _prefill(
         heads // GROUP,
         queries.tokens.shape[2],
         pages.page_tokens,
-        causal=True,
         window_left=window_left,
         q_data_type=queries.tokens.dtype,
         kv_data_type=pages.key.dtype,
+        **options,
     )
     result = wrapper.run(queries.tokens, (pages.key, pages.value))
     assert isinstance(result, torch.Tensor)
