@@ -61,6 +61,7 @@ named = repage.PageTableBuffer(plan, 1, 1, torch.device("cpu"), name="full atten
 named.build(table)
 lists = {"kv_indptr": torch.tensor([0, 4], dtype=torch.int32),
          "kv_indices": torch.zeros(4, dtype=torch.int32)}
+named.build_kv_indices(table, **lists)
 repage.PageTableBuffer(plan, 1, 1, torch.device("cpu")).build(table, **lists)
 try:
     repage.map_slots(table, plan)
@@ -72,6 +73,8 @@ RANGES = [
     "push build_page_table",
     "pop",
     "push build_page_table[full attention]",
+    "pop",
+    "push build_kv_indices[full attention]",
     "pop",
     "push build_group_tables",
     "pop",
