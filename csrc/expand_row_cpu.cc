@@ -10,13 +10,6 @@
 #define REPAGE_MAX_VECTOR_BITS 512
 #endif
 
-// Outputs of at least so many bytes are written past the caches: they would not stay there, and a
-// store into the cache reads its line from memory first. With 32 MiB of L3, tables of 64 MiB take a
-// quarter to a third less time so, those of 32 MiB up to a fifth more (benchmarks/page_tables.py).
-#ifndef REPAGE_STREAM_BYTES
-#define REPAGE_STREAM_BYTES (64 << 20)
-#endif
-
 // The processor is asked once, so that one build serves every x86-64.
 #if defined(__x86_64__) && defined(__GNUC__)
 #define REPAGE_X86_VECTORS
@@ -157,46 +150,46 @@ __attribute__((target("avx2"))) void ExpandBlocksAvx2(const PageMap& map, const 
   }
 }
 
-// Stores past the caches write whole lines only if they are aligned, so vectors here cross from a
-// block into the next one, and the ends of the row go entry by entry. Memory is what limits this,
-// not the width of the vectors.
-__attribute__((target("avx2"))) void StreamRowAvx2(const PageMap& map, const int32_t* row,
-                                                   int32_t columns, int32_t* out) {
-  constexpr uintptr_t kAlignment = kHalf * sizeof(int32_t);
+// A store past the caches is fast where it writes a whole line, which is as long as a vector. So
+// vectors lie in lines here, cross from a block into the next one, and the ends of the row go entry
+// by entry.
+__attribute__((target("avx512f"))) void StreamRowAvx512(const PageMap& map, const int32_t* row,
+                                                        int32_t columns, int32_t* out) {
+  constexpr uintptr_t kLine = kLanes * sizeof(int32_t);
   const int32_t pages = map.pages_per_block.divisor;
-  const int32_t page_step = static_cast<int32_t>(map.page_step);
-  const uintptr_t misaligned = reinterpret_cast<uintptr_t>(out) % kAlignment;
-  const int32_t lead =
-      static_cast<int32_t>((kAlignment - misaligned) % kAlignment / sizeof(int32_t));
-  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-  const __m256i step = _mm256_set1_epi32(page_step);
-  int32_t first = FirstPageOfBlock(map, *row);
+  const uint32_t page_step = static_cast<uint32_t>(map.page_step);
+  const uintptr_t into_line = reinterpret_cast<uintptr_t>(out) % kLine;
+  const int32_t lead = static_cast<int32_t>((kLine - into_line) % kLine / sizeof(int32_t));
+  const __m512i lanes =
+      _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                         _mm512_set1_epi32(static_cast<int32_t>(page_step)));
+  uint32_t first = static_cast<uint32_t>(FirstPageOfBlock(map, *row));
   int32_t page = 0;
   const auto write_entries = [&](int32_t begin, int32_t end) {
     for (int32_t column = begin; column < end; ++column, ++page) {
       if (page == pages) {
-        first = FirstPageOfBlock(map, *++row);
+        first = static_cast<uint32_t>(FirstPageOfBlock(map, *++row));
         page = 0;
       }
-      out[column] = first + page * page_step;
+      out[column] = static_cast<int32_t>(first + static_cast<uint32_t>(page) * page_step);
     }
   };
   int32_t column = std::min(lead, columns);
   write_entries(0, column);
-  for (; columns - column >= kHalf; column += kHalf) {
-    const __m256i at = _mm256_add_epi32(_mm256_set1_epi32(page), lane);
-    __m256i ids = _mm256_add_epi32(_mm256_set1_epi32(first), _mm256_mullo_epi32(at, step));
-    page += kHalf;
-    if (page > pages) {
-      first = FirstPageOfBlock(map, *++row);
+  for (; columns - column >= kLanes; column += kLanes) {
+    const uint32_t at = first + static_cast<uint32_t>(page) * page_step;
+    __m512i ids = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int32_t>(at)), lanes);
+    const int32_t left = pages - page;
+    page += kLanes;
+    if (left < kLanes) {
+      first = static_cast<uint32_t>(FirstPageOfBlock(map, *++row));
       page -= pages;
-      const __m256i in_next = _mm256_cmpgt_epi32(at, _mm256_set1_epi32(pages - 1));
-      const __m256i next_at = _mm256_sub_epi32(at, _mm256_set1_epi32(pages));
-      const __m256i next =
-          _mm256_add_epi32(_mm256_set1_epi32(first), _mm256_mullo_epi32(next_at, step));
-      ids = _mm256_blendv_epi8(ids, next, in_next);
+      const __mmask16 in_next = static_cast<__mmask16>(0xFFFFU << left);
+      const uint32_t before = first - static_cast<uint32_t>(left) * page_step;
+      ids = _mm512_mask_add_epi32(ids, in_next, _mm512_set1_epi32(static_cast<int32_t>(before)),
+                                  lanes);
     }
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(out + column), ids);
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(out + column), ids);
   }
   write_entries(column, columns);
   _mm_sfence();
@@ -205,9 +198,9 @@ __attribute__((target("avx2"))) void StreamRowAvx2(const PageMap& map, const int
 Vectors PickVectors() {
   constexpr int kMaxBits = REPAGE_MAX_VECTOR_BITS;
   if (kMaxBits >= 512 && __builtin_cpu_supports("avx512f"))
-    return {ExpandRunsAvx512, ExpandBlocksAvx512, StreamRowAvx2};
+    return {ExpandRunsAvx512, ExpandBlocksAvx512, StreamRowAvx512};
   if (kMaxBits >= 256 && __builtin_cpu_supports("avx2"))
-    return {ExpandRunsAvx2, ExpandBlocksAvx2, StreamRowAvx2};
+    return {ExpandRunsAvx2, ExpandBlocksAvx2, nullptr};
   return {ExpandRunsPortable, ExpandBlocksPortable, nullptr};
 }
 
@@ -221,12 +214,9 @@ const Vectors kVectors = PickVectors();
 
 }  // namespace
 
-RowExpander::RowExpander(const PageMap& map, int32_t block_columns, int64_t output_bytes)
-    : map_(map) {
+RowExpander::RowExpander(const PageMap& map, int32_t block_columns) : map_(map) {
   static_assert(kRun == kLanes);
   const int32_t pages = map.pages_per_block.divisor;
-  streams_ =
-      output_bytes >= REPAGE_STREAM_BYTES && pages >= kLanes && kVectors.stream_row != nullptr;
   shares_vectors_ = pages < kLanes && block_columns >= kRun;
   if (!shares_vectors_) return;
   int32_t entry = 0;
@@ -238,10 +228,13 @@ RowExpander::RowExpander(const PageMap& map, int32_t block_columns, int64_t outp
   }
 }
 
-void RowExpander::Expand(const int32_t* row, int32_t columns, int32_t* out) const {
+void RowExpander::Expand(const int32_t* row, int32_t columns, bool past_caches,
+                         int32_t* out) const {
   const int32_t pages = map_.pages_per_block.divisor;
   if (shares_vectors_) return ExpandRuns(row, columns, out);
-  if (streams_) return kVectors.stream_row(map_, row, columns, out);
+  if (past_caches && pages >= kLanes && kVectors.stream_row != nullptr) {
+    return kVectors.stream_row(map_, row, columns, out);
+  }
   int32_t written = 0;
   if (pages >= kLanes) {
     const int32_t blocks = map_.pages_per_block.Quotient(columns);

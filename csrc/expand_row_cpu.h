@@ -12,11 +12,12 @@ namespace repage::cpu {
 // Made once per call of an operation and used for all of its rows.
 class RowExpander {
  public:
-  // `block_columns` bounds the blocks of a row, `output_bytes` what all calls write together.
-  RowExpander(const PageMap& map, int32_t block_columns, int64_t output_bytes);
+  // `block_columns` bounds the blocks of a row.
+  RowExpander(const PageMap& map, int32_t block_columns);
 
   // Writes the first `columns` page ids of a row, at least one; the last block may be cut short.
-  void Expand(const int32_t* row, int32_t columns, int32_t* out) const;
+  // `past_caches` asks for stores that leave the caches alone, where the processor has them.
+  void Expand(const int32_t* row, int32_t columns, bool past_caches, int32_t* out) const;
 
  private:
   // Blocks that are expanded together. Blocks of fewer pages share vectors.
@@ -28,8 +29,6 @@ class RowExpander {
   // Whether blocks share vectors, and where each entry of a run of kRun blocks comes from: its
   // block, and the distance from that block's first page. They do not depend on the run.
   bool shares_vectors_ = false;
-  // Whether rows are written past the caches.
-  bool streams_ = false;
   alignas(64) int32_t block_[kRun * kRun];
   alignas(64) int32_t offset_[kRun * kRun];
 };

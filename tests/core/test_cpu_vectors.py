@@ -17,10 +17,10 @@ WRAPPER = """
 #include <cstring>
 #include "csrc/expand_row_cpu.h"
 extern "C" void expand(const char* bytes, const int* row, int block_columns, int columns,
-                       int* out) {
+                       int past_caches, int* out) {
   repage::PageMap map;
   std::memcpy(&map, bytes, sizeof(map));
-  repage::cpu::RowExpander(map, block_columns, 0).Expand(row, columns, out);
+  repage::cpu::RowExpander(map, block_columns).Expand(row, columns, past_caches, out);
 }
 """
 NUM_BLOCKS = 50
@@ -29,11 +29,10 @@ GUARD = -77
 
 @pytest.fixture(
     scope="module",
-    params=[(0, False), (256, False), (512, False), (256, True), (0, True)],
-    ids=lambda value: f"{value[0]}{'-streamed' if value[1] else ''}",
+    params=[0, 256, 512],
 )
 def expand(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    bits, streamed = request.param
+    bits = request.param
     flags = Path("/proc/cpuinfo")
     needed = {256: " avx2 ", 512: " avx512f "}.get(bits)
     if needed and not (flags.exists() and needed in flags.read_text()):
@@ -45,7 +44,7 @@ def expand(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             *COMPILER,
             *("-std=c++20", "-O3", "-shared", "-fPIC"),
             *("-fsanitize=undefined", "-fno-sanitize-recover=all"),
-            *(f"-DREPAGE_MAX_VECTOR_BITS={bits}", *["-DREPAGE_STREAM_BYTES=0"] * streamed),
+            f"-DREPAGE_MAX_VECTOR_BITS={bits}",
             *("-I", str(REPOSITORY), str(REPOSITORY / "csrc" / "expand_row_cpu.cc")),
             *(str(folder / "wrapper.cc"), "-o", str(folder / "expand.so")),
         ],
@@ -68,7 +67,10 @@ def plan(pages: int, block_stride: int) -> repage.PagePlan:
 
 @pytest.mark.parametrize("pages", [1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 20, 31, 32, 40, 80, 131])
 @pytest.mark.parametrize("overlapping", [False, True])
-def test_rows_of_any_width_cut_anywhere(expand, pages: int, overlapping: bool) -> None:
+@pytest.mark.parametrize("past_caches", [False, True])
+def test_rows_of_any_width_cut_anywhere(
+    expand, pages: int, overlapping: bool, past_caches: bool
+) -> None:
     pages_plan = plan(pages, 48 * pages * 3 + (16 if overlapping else 0))
     assert (pages_plan.page_step > 1) == overlapping
     rng = np.random.default_rng(pages)
@@ -88,6 +90,7 @@ def test_rows_of_any_width_cut_anywhere(expand, pages: int, overlapping: bool) -
                     row.ctypes.data_as(ctypes.c_void_p),
                     width,
                     columns,
+                    past_caches,
                     out.ctypes.data_as(ctypes.c_void_p),
                 )
                 assert np.array_equal(out, expected[:columns])

@@ -313,7 +313,7 @@ def test_kernels_on_the_host_use_every_thread_of_a_block(
 
 @pytest.mark.parametrize("block_tokens", [320, 640])
 def test_tables_larger_than_caches(block_tokens: int) -> None:
-    """From 64 MiB on the CPU twin writes past them; half live, it does not."""
+    """The CPU twin writes what exceeds 16 MiB past them."""
     plan = repage.PagePlan(
         repage.BlockGeometry.dense(
             "NHC",
