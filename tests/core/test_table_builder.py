@@ -52,6 +52,24 @@ def test_the_core_reads_tensors_without_the_caller() -> None:
     assert torch.equal(indices, torch.cat([expected[0, :5], expected[1, :1]]).int())
 
 
+@pytest.mark.gpu
+def test_the_core_reads_cuda_tensors_and_their_stream() -> None:
+    out = torch.full((ROWS, WIDTH * PAGES), UNTOUCHED, dtype=I32, device="cuda")
+    core = builder(out)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10_000_000)  # what ran elsewhere would not wait for this
+        table = TABLE.cuda(non_blocking=True)
+        assert core.build(table, LENGTHS.cuda()) == 2
+        expected = (table.unsqueeze(-1) * BLOCK_STEP + torch.arange(PAGES, device="cuda")).int()
+        expected = expected.reshape(2, -1)
+        expected[1, 2 * PAGES :] = 0
+        assert torch.equal(out[:2], expected)
+    assert core.build(TABLE, LENGTHS) == -1
+    assert core.build(table, LENGTHS) == -1
+
+
 @pytest.mark.parametrize("rows", [0, 1, 2])
 def test_a_list_alone_leaves_the_table(rows: int) -> None:
     """And may be of fewer rows."""
