@@ -25,8 +25,16 @@ bool IsDenseAlong(const DLTensor& tensor, int32_t dimension) {
          tensor.strides[dimension] == 1;
 }
 
+// A library may describe a tensor that has no memory yet.
+bool HasMemory(const DLTensor& tensor) {
+  if (tensor.data != nullptr) return true;
+  return std::any_of(tensor.shape, tensor.shape + tensor.ndim,
+                     [](int64_t size) { return size == 0; });
+}
+
 bool IsDenseList(const DLTensor& tensor, int32_t device) {
-  return IsInt32(tensor) && tensor.ndim == 1 && IsDenseAlong(tensor, 0) && IsOn(tensor, device);
+  return IsInt32(tensor) && tensor.ndim == 1 && IsDenseAlong(tensor, 0) && IsOn(tensor, device) &&
+         HasMemory(tensor);
 }
 
 int64_t RowStride(const DLTensor& tensor) {
@@ -45,7 +53,7 @@ TableBuilder::TableBuilder(const PageTableParams& table, int32_t device)
 bool TableBuilder::Takes(const DLTensor& block_table) const {
   return IsInt32(block_table) && block_table.ndim == 2 && block_table.shape[0] <= max_rows_ &&
          block_table.shape[1] == table_.block_columns && IsDenseAlong(block_table, 1) &&
-         IsOn(block_table, device_);
+         IsOn(block_table, device_) && HasMemory(block_table);
 }
 
 std::optional<TableBuilder::Batch> TableBuilder::ReadList(const DLTensor& block_table,

@@ -63,7 +63,7 @@ Table._fields_ = (
 class Tensor:
     """A tensor of the library: memory of torch's, described at will."""
 
-    memory: torch.Tensor
+    memory: torch.Tensor | None
     shape: Sequence[int]
     strides: Sequence[int] | None = None
     device: tuple[int, int] = (CPU, 0)
@@ -78,7 +78,7 @@ def describe(tensor: Tensor, out) -> int:
     sizes = (ctypes.c_int64 * len(tensor.shape))(*tensor.shape)
     tensor.alive = sizes, None  # DLPack: the producer keeps shape and strides
     view = out.contents
-    view.data = tensor.memory.data_ptr()
+    view.data = None if tensor.memory is None else tensor.memory.data_ptr()
     view.device_type, view.device_id = tensor.device
     view.ndim = len(tensor.shape)
     view.code, view.bits, view.lanes = tensor.dtype
@@ -167,13 +167,14 @@ def test_missing_strides_mean_dense_and_data_begins_at_the_byte_offset(offer) ->
         {"device": (CUDA, 0)},
         {"device": (CUDA_HOST, 0)},
         {"readable": False},
+        {"memory": None},
     ],
 )
 def test_other_tensors_are_left_alone(offer, changes: dict) -> None:
     offer()
     pages = Pages()
-    fields = {"shape": (2, 3), "strides": (4, 1), "byte_offset": 4} | changes
-    assert pages.builder.build(Tensor(BLOCKS, **fields)) == -1
+    fields = {"memory": BLOCKS, "shape": (2, 3), "strides": (4, 1), "byte_offset": 4} | changes
+    assert pages.builder.build(Tensor(**fields)) == -1
     assert pages.untouched()
 
 
