@@ -102,18 +102,25 @@ def _source_of(module: str) -> str:
 
 def _source_has(module: str, cls: str, methods: dict[str, tuple[str, ...]]) -> bool:
     """Whether a module's source defines a class with these methods; does not run the module."""
-    for node in ast.parse(_source_of(module)).body:
-        if isinstance(node, ast.ClassDef) and node.name == cls:
-            found = {
-                item.name: [argument.arg for argument in item.args.args]
-                for item in node.body
-                if isinstance(item, ast.FunctionDef)
-            }
-            return all(
-                found.get(name, [])[1 : len(parameters) + 1] == list(parameters) and name in found
-                for name, parameters in methods.items()
-            )
-    return False
+    found = _classes_in(_source_of(module)).get(cls)
+    return found is not None and all(
+        name in found and found[name][1 : len(parameters) + 1] == list(parameters)
+        for name, parameters in methods.items()
+    )
+
+
+@cache
+def _classes_in(source: str) -> dict[str, dict[str, list[str]]]:
+    """Return the parameters of every class's methods; a source is parsed once for all probes."""
+    return {
+        node.name: {
+            item.name: [argument.arg for argument in item.args.args]
+            for item in node.body
+            if isinstance(item, ast.FunctionDef)
+        }
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef)
+    }
 
 
 def _registry_takes_overrides() -> bool:
