@@ -86,43 +86,39 @@ class RowWriter {
   // Writes every group that begins before column `live`: entries of the table,
   // and 0 from `live` on.
   __device__ void WriteEntries(const PageMap& map, const int32_t* table_row, int32_t live) {
-    const uint32_t end = static_cast<uint32_t>(live) + lead_;
     const int32_t last_block_column = map.pages_per_block.Quotient(live > 0 ? live - 1 : 0);
-    for (; live > 0 && position_ < end; position_ += step_) {
-      const int32_t first = static_cast<int32_t>(position_ - lead_);
-      if (IsWhole()) {
-        *reinterpret_cast<int4*>(out_ + first) =
-            FourEntries(map, table_row, first, live, last_block_column);
-      } else {
-        // The ends of a row that begins or ends inside a group.
-#pragma unroll 1
-        for (int32_t column = first < 0 ? 0 : first; column < first + kWidth; ++column) {
-          if (column + lead_ >= limit_) break;
-          out_[column] = column < live ? PageTableEntry(map, table_row, column) : 0;
-        }
-      }
-    }
+    WriteUntil(
+        live,
+        [&](int32_t first) { return FourEntries(map, table_row, first, live, last_block_column); },
+        [&](int32_t column) { return column < live ? PageTableEntry(map, table_row, column) : 0; });
   }
 
   // Writes 0 to the groups that follow, up to the one that holds column end - 1.
   __device__ void WriteZeros(int32_t end) {
-    for (; position_ < static_cast<uint32_t>(end) + lead_; position_ += step_) {
-      const int32_t first = static_cast<int32_t>(position_ - lead_);
-      if (IsWhole()) {
-        *reinterpret_cast<int4*>(out_ + first) = make_int4(0, 0, 0, 0);
-      } else {
-#pragma unroll 1
-        for (int32_t column = first < 0 ? 0 : first; column < first + kWidth; ++column) {
-          if (column + lead_ >= limit_) break;
-          out_[column] = 0;
-        }
-      }
-    }
+    WriteUntil(end, [](int32_t) { return make_int4(0, 0, 0, 0); }, [](int32_t) { return 0; });
   }
 
  private:
   using Groups = VectorGroups<int32_t>;
   static constexpr int32_t kWidth = Groups::kWidth;
+
+  // Goes on with the groups that begin before column `end`: four columns at a
+  // time, and one by one at the ends of a row that begins or ends inside a group.
+  template <typename Four, typename One>
+  __device__ void WriteUntil(int32_t end, Four four, One one) {
+    for (; end > 0 && position_ < static_cast<uint32_t>(end) + lead_; position_ += step_) {
+      const int32_t first = static_cast<int32_t>(position_ - lead_);
+      if (IsWhole()) {
+        *reinterpret_cast<int4*>(out_ + first) = four(first);
+      } else {
+#pragma unroll 1
+        for (int32_t column = first < 0 ? 0 : first; column < first + kWidth; ++column) {
+          if (column + lead_ >= limit_) break;
+          out_[column] = one(column);
+        }
+      }
+    }
+  }
 
   __device__ bool IsWhole() const { return position_ >= lead_ && position_ + kWidth <= limit_; }
 
