@@ -206,9 +206,7 @@ class World:
     ) -> Batch:
         """Rows of block ids, padded with block 0 to vLLM's table width."""
         width = -(-MAX_MODEL_LEN // self.block_tokens)
-        table = torch.zeros((len(rows), width), dtype=torch.int32)
-        for row, blocks in enumerate(rows):
-            table[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        table = kv_pool.block_table(rows, width)
         lengths = torch.tensor(seq_lens, dtype=torch.int32)
         return Batch(table, lengths, query_lens or [1] * len(rows), **options)
 

@@ -13,41 +13,11 @@ import pytest
 import torch
 
 from repage.errors import UnsupportedLayoutError
+from support.specs import attention, layers, state
 
 pytestmark = pytest.mark.usefixtures("vllm")
 
 LENGTH = 262_144
-
-
-def attention(
-    heads: int, dim: int, window: int | None = None, *, block: int = 640, **fields: Any
-) -> Any:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
-
-    values: dict[str, Any] = {
-        "block_size": block,
-        "num_kv_heads": heads,
-        "head_size": dim,
-        "dtype": torch.bfloat16,
-        **fields,
-    }
-    if window is None:
-        return FullAttentionSpec(**values)
-    return SlidingWindowSpec(sliding_window=window, **values)
-
-
-def state(page: int, block: int = 640) -> Any:
-    from vllm.v1.kv_cache_interface import MambaSpec
-
-    return MambaSpec(
-        block_size=block, shapes=((page // 2,),), dtypes=(torch.bfloat16,), page_size_padded=page
-    )
-
-
-def layers(**kinds: tuple[Any, int]) -> dict[str, Any]:
-    return {
-        f"{kind}.{index}": spec for kind, (spec, count) in kinds.items() for index in range(count)
-    }
 
 
 def plan(specs: dict[str, Any], layout: str, *, length: int = LENGTH, width: int = 1) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 PROGRAM = Path(__file__).with_name("scenarios.py")
+TESTS = Path(__file__).parents[1]
 VLLM_033 = "REPAGE_TEST_VLLM_033"
 
 
@@ -22,8 +23,8 @@ VLLM_033 = "REPAGE_TEST_VLLM_033"
 def run_scenarios(site: str | None) -> dict[str, Any]:
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "WARNING"}
     environment.pop("VLLM_KV_CACHE_LAYOUT", None)
-    if site is not None:
-        environment["PYTHONPATH"] = site
+    before = environment.get("PYTHONPATH") if site is None else site
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [before, str(TESTS)]))
     done = subprocess.run(
         [sys.executable, str(PROGRAM)],
         env=environment,

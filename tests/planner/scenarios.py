@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans every scenario with the vLLM that this process imports, and prints one JSON object.
 
-``python scenarios.py``; with another vLLM first on PYTHONPATH it is that one's planner that runs.
+``python scenarios.py`` with the folder of all tests on PYTHONPATH; with another vLLM before it, it
+is that one's planner that runs.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from repage.planner.request import offline_config
 from repage.planner.specs import ServingOptions, manager_block
 from repage.vllm import compat
 from repage.vllm.preference import planner_compat
+from support.specs import attention, layers, state
 
 HEADLINE = ServingOptions(ssm_dtype="bf16", spec_tokens=7)
 
@@ -74,31 +76,6 @@ PUBLIC_BLOCKS: dict[str, tuple[str, ServingOptions, int]] = {
 }
 
 
-def attention(heads: int, dim: int, block: int, window: int | None = None) -> Any:
-    interface = compat.kv_cache_interface()
-    values: dict[str, Any] = {
-        "block_size": block,
-        "num_kv_heads": heads,
-        "head_size": dim,
-        "dtype": torch.bfloat16,
-    }
-    if window is None:
-        return interface.FullAttentionSpec(**values)
-    return interface.SlidingWindowSpec(sliding_window=window, **values)
-
-
-def state(page: int) -> Any:
-    return compat.kv_cache_interface().MambaSpec(
-        block_size=640, shapes=((page // 2,),), dtypes=(torch.bfloat16,), page_size_padded=page
-    )
-
-
-def layers(**kinds: tuple[Any, int]) -> dict[str, Any]:
-    return {
-        f"{kind}.{index}": spec for kind, (spec, count) in kinds.items() for index in range(count)
-    }
-
-
 def decide(ranks: list[dict[str, Any]], length: int) -> tuple[Decision, dict[str, Any]]:
     config = offline_config(length, 8192)
     stock = plan_layout(config, ranks, "LBHNC")
@@ -114,13 +91,15 @@ def decide(ranks: list[dict[str, Any]], length: int) -> tuple[Decision, dict[str
 
 def gemma_like() -> dict[str, Any]:
     """25 sliding-window layers of 16 KiB a token, five full ones of 8 KiB, 64-token blocks."""
-    specs = layers(full=(attention(4, 512, 64), 5), window=(attention(16, 256, 64, 1024), 25))
+    specs = layers(
+        full=(attention(4, 512, block=64), 5), window=(attention(16, 256, 1024, block=64), 25)
+    )
     return decide([specs], 65_536)[1]
 
 
 def balanced_buckets() -> dict[str, Any]:
     """As many full layers in the drafter as in the target, with larger pages, next to states."""
-    target, drafter = attention(1, 128, 640), attention(4, 64, 640)
+    target, drafter = attention(1, 128), attention(4, 64)
     states = state(int(target.page_size_bytes))
     specs = layers(state=(states, 6), full=(target, 2), draft=(drafter, 2))
     return decide([specs], 2048)[1]
@@ -128,10 +107,10 @@ def balanced_buckets() -> dict[str, Any]:
 
 def pipeline() -> dict[str, Any]:
     """A stage of recurrent layers only, and one with attention and a drafter."""
-    target = attention(2, 256, 640)
+    target = attention(2, 256)
     states = state(int(target.page_size_bytes))
     first = layers(state=(states, 30))
-    second = layers(full=(target, 10), draft=(attention(8, 128, 640), 1))
+    second = layers(full=(target, 10), draft=(attention(8, 128), 1))
     return decide([first, second], 262_144)[1]
 
 
@@ -146,7 +125,9 @@ def leaves_no_trace() -> dict[str, bool]:
     handler = Collect()
     vllm_logger = logging.getLogger("vllm")
     vllm_logger.addHandler(handler)
-    specs = layers(full=(attention(8, 128, 16), 13), window=(attention(8, 128, 16, 128), 12))
+    specs = layers(
+        full=(attention(8, 128, block=16), 13), window=(attention(8, 128, 128, block=16), 12)
+    )
     before_specs = copy.deepcopy(specs)
     config = offline_config(4096, 8192)
     before = copy.deepcopy(config)

@@ -12,6 +12,7 @@ from repage.errors import SettingError, UnsupportedVllmError
 from repage.vllm import compat, logs, probes, register
 from repage.vllm.preference.hooks import remove_hooks
 from repage.vllm.registration import BACKENDS
+from support import vllm_log
 
 CPU = AttentionBackendEnum.CPU_ATTN
 
@@ -32,19 +33,8 @@ def _forget() -> None:
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch):
     """Lines that reach vLLM's handlers from now on."""
-    records: list[logging.LogRecord] = []
-
-    class Keep(logging.Handler):
-        is_keep = True
-
-        def emit(self, record: logging.LogRecord) -> None:
-            records.append(record)
-
-    handler = Keep()
-    monkeypatch.setattr(logs, "_seen", set())
-    logging.getLogger("vllm").addHandler(handler)
-    yield records
-    logging.getLogger("vllm").removeHandler(handler)
+    with vllm_log.kept(monkeypatch) as records:
+        yield records
 
 
 def test_registering_twice_is_registering_once(lines):
@@ -227,7 +217,9 @@ def test_the_logger_uses_vllms_handlers_without_duplicates(lines, monkeypatch):
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", False)  # as vLLM configures it
     logger = logs.get_logger()
     assert logs.get_logger() is logger
-    (handler,) = (item for item in logging.getLogger("vllm").handlers if hasattr(item, "is_keep"))
+    (handler,) = (
+        item for item in logging.getLogger("vllm").handlers if isinstance(item, vllm_log.Keep)
+    )
     logging.getLogger().addHandler(handler)  # as after logging.basicConfig()
     try:
         logger.warning("once")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from repage.demo.setups import SETUPS
+from support.processes import output_of
 
 pytestmark = [
     pytest.mark.engine,
@@ -35,17 +35,10 @@ def run(name: str, folder: Path, *executor: str, **variables: str) -> tuple[dict
         **variables,
     }
     environment.pop("VLLM_KV_CACHE_LAYOUT", None)
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), name, str(out), *executor],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-        check=False,
+    log = output_of(
+        [sys.executable, str(PROGRAM), name, str(out), *executor], environment, seconds=600
     )
-    assert done.returncode == 0, done.stdout[-6000:]
-    return json.loads(out.read_text("utf-8")), done.stdout
+    return json.loads(out.read_text("utf-8")), log
 
 
 @pytest.mark.parametrize("name", ["hybrid-dflash", "gemma4"])

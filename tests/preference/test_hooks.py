@@ -20,7 +20,6 @@ from repage.vllm import compat, layouts
 from repage.vllm.preference import hooks, install, planner_compat
 from repage.vllm.preference.settings import LayoutMode, PreferenceSettings
 from support.fake_ranks import (
-    BLOCK,
     DRAFTER,
     STATE,
     TARGET,
@@ -28,10 +27,9 @@ from support.fake_ranks import (
     Splitting,
     Whole,
     Worker,
-    attention,
     headline,
-    layers,
 )
+from support.specs import BLOCK, attention, layers
 
 ALL = ["LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC", "LHBNC"]
 

@@ -3,25 +3,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
-
-SITE = os.environ.get("REPAGE_TEST_VLLM_033")
+from support.vllm_033 import needs_vllm_033, run_tests
 
 
-@pytest.mark.skipif(not SITE, reason="REPAGE_TEST_VLLM_033 does not name the folder of vLLM 0.33.0")
+@needs_vllm_033
 def test_hooks():
-    tests = str(Path(__file__).with_name("test_hooks.py"))
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", tests],
-        env={**os.environ, "PYTHONPATH": str(SITE), "REPAGE_EXPECT_VLLM": "0.33"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
+    run_tests(Path(__file__).with_name("test_hooks.py"))

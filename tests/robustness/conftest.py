@@ -51,16 +51,7 @@ def forget() -> None:
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[logging.LogRecord]]:
     """Lines that reach vLLM's handlers from now on."""
-    from repage.vllm import logs
+    from support import vllm_log
 
-    records: list[logging.LogRecord] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            records.append(record)
-
-    handler = Keep()
-    monkeypatch.setattr(logs, "_seen", set())
-    logging.getLogger("vllm").addHandler(handler)
-    yield records
-    logging.getLogger("vllm").removeHandler(handler)
+    with vllm_log.kept(monkeypatch) as records:
+        yield records

@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 
 from repage.demo.setups import SETUPS
 from robustness.conftest import VARIABLES
+from support.processes import output_of
 
 FOLDER = Path(__file__).parent
 
@@ -24,17 +24,10 @@ pytestmark = pytest.mark.skipif(
 
 def run(program: str, *arguments: str, **variables: str) -> str:
     environment = {key: value for key, value in os.environ.items() if key not in VARIABLES}
-    done = subprocess.run(
+    return output_of(
         [sys.executable, str(FOLDER / program), *arguments],
-        env={**environment, "VLLM_PLUGINS": "repage", "OMP_NUM_THREADS": "1", **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=850,
-        check=False,
+        {**environment, "VLLM_PLUGINS": "repage", "OMP_NUM_THREADS": "1", **variables},
     )
-    assert done.returncode == 0, done.stdout[-6000:]
-    return done.stdout
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])

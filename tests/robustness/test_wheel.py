@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from repage.demo.checkpoints import default_cache_dir
+from support.processes import output_of
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -40,18 +41,11 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(environment: Path, folder: Path, *command: str) -> str:
     inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
     path = os.pathsep.join([str(environment / "bin"), os.environ["PATH"]])
-    done = subprocess.run(
+    return output_of(
         [str(environment / "bin" / command[0]), *command[1:]],
-        cwd=folder,
-        env=inherited | {"PATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=850,
-        check=False,
+        inherited | {"PATH": path},
+        folder=folder,
     )
-    assert done.returncode == 0, done.stdout[-6000:]
-    return done.stdout
 
 
 @pytest.mark.slow

@@ -7,42 +7,18 @@ import warnings
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's imports use what torch deprecates
     from vllm.v1.executor.abstract import Executor
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 from repage.planner.request import offline_config
 from repage.vllm import layouts
-
-BLOCK = 640
-
-
-def attention(heads: int, dim: int, window: int | None = None, block: int = BLOCK) -> Any:
-    values: dict[str, Any] = {
-        "block_size": block,
-        "num_kv_heads": heads,
-        "head_size": dim,
-        "dtype": torch.bfloat16,
-    }
-    return (
-        FullAttentionSpec(**values)
-        if window is None
-        else SlidingWindowSpec(sliding_window=window, **values)
-    )
-
+from support.specs import BLOCK, attention, layers, state
 
 TARGET, DRAFTER = attention(2, 256), attention(8, 128)
-STATE = MambaSpec(
-    block_size=BLOCK,
-    shapes=((TARGET.page_size_bytes // 2,),),
-    dtypes=(torch.bfloat16,),
-    page_size_padded=TARGET.page_size_bytes,
-    num_speculative_blocks=7,
-)
+STATE = state(TARGET.page_size_bytes, num_speculative_blocks=7)
 
 
 class Whole:
@@ -112,12 +88,6 @@ class Ranks(Executor):
 
 
 Ranks.__abstractmethods__ = frozenset()
-
-
-def layers(**kinds: tuple[Any, int]) -> dict[str, Any]:
-    return {
-        f"{kind}.{index}": spec for kind, (spec, count) in kinds.items() for index in range(count)
-    }
 
 
 def headline() -> dict[str, Any]:

@@ -34,6 +34,14 @@ def views(
     return dict(zip(names, found, strict=True))
 
 
+def block_table(rows: Sequence[Sequence[int]], width: int) -> torch.Tensor:
+    """Return rows of block ids, padded with block 0."""
+    table = torch.zeros((len(rows), width), dtype=torch.int32)
+    for row, blocks in enumerate(rows):
+        table[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+    return table
+
+
 def page_table(
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,

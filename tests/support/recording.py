@@ -216,9 +216,6 @@ class World:
 
     def batch(self, rows: list[list[int]], seq_lens: list[int], width: int = 4) -> Any:
         """Metadata of a batch in manager terms; rows are padded with block 0."""
-        table = torch.zeros((len(rows), width), dtype=torch.int32)
-        for row, blocks in enumerate(rows):
-            table[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
         starts = torch.arange(len(rows) + 1, dtype=torch.int32)
         return CommonAttentionMetadata(
             query_start_loc=starts,
@@ -228,7 +225,7 @@ class World:
             num_actual_tokens=len(rows),
             max_query_len=1,
             max_seq_len=max(seq_lens),
-            block_table_tensor=table,
+            block_table_tensor=kv_pool.block_table(rows, width),
             slot_mapping=torch.zeros(len(rows), dtype=torch.int64),
         )
 
